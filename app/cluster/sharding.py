@@ -1,0 +1,127 @@
+"""From logical dims to mesh axes, and the four collectives that the sharded step is made of.
+
+The loss and its gradient run inside ONE `shard_map(check_vma=False)` over the whole mesh, so every collective of the
+program is written down here or in `app.ops`; nothing is left to a partitioner's guess. The gradient is taken inside
+the body, of this rank's share of the loss. One convention makes that exact: a cotangent is this rank's *partial*
+contribution over the batch and time axes (summed once at the end by `reduce_gradients`, or on the way by `gather`), and
+*complete* over the tensor axis wherever the activation is replicated there (`enter_parallel` / `leave_parallel`).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The one table from logical dims to mesh axes. Sizes of one are no-ops, so every run uses the same table."""
+
+    batch: MeshAxes = ("data", "fsdp")
+    time: MeshAxes = ("context", "expert")  # context major: rank order along the pair is the sequence order
+    width: MeshAxes = ("fsdp", "context")  # of parameters: at batch 1 the sequence ranks are what shards weights
+    heads: MeshAxes = ("tensor",)
+    mlp: MeshAxes = ("tensor",)
+    vocab: MeshAxes = ("tensor",)
+    layers: MeshAxes = ()
+
+    def spec(self, logical: Sequence[str | None]) -> PartitionSpec:
+        """PartitionSpec of an array whose dims are named `logical` (None: replicated).
+
+        Raises ValueError if two dims would be split over the same mesh axis.
+        """
+        entries = [getattr(self, name) if name is not None else () for name in logical]
+        used = [axis for entry in entries for axis in entry]
+        twice = sorted({axis for axis in used if used.count(axis) > 1})
+        if twice:
+            raise ValueError(f"dims {tuple(logical)} use the mesh axes {twice} twice: change one row of sharding.Rules")
+        return PartitionSpec(*[entry or None for entry in entries])
+
+
+SHARDED = Rules()
+UNSHARDED = Rules(batch=(), time=(), width=(), heads=(), mlp=(), vocab=())
+
+BATCH_SPEC = SHARDED.spec(("batch", "time"))
+# Gradients are partial over these axes and complete over `tensor`.
+DATA_AXES: MeshAxes = ("data", "fsdp", "context", "expert")
+
+
+def named(mesh: Mesh, specs):
+    """The same tree with every PartitionSpec bound to `mesh`."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    )
+
+
+def axes_size(axes: MeshAxes) -> int:
+    """Number of ranks along `axes`, inside shard_map."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def spec_axes(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that `spec` splits over."""
+    return {axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def gather(shard: jax.Array, axes: MeshAxes, dim: int, compute_dtype: str, reduce_dtype: str) -> jax.Array:
+    """A weight that is split along `dim` over `axes`, whole and in `compute_dtype`.
+
+    The cast comes before the gather, so the wire carries the compute dtype; the gradient is reduce-scattered in
+    `reduce_dtype` (float32 by default: a sum over hundreds of ranks is where bfloat16 would lose it).
+    """
+    return _gather(shard, axes, dim, compute_dtype)
+
+
+def _gather(shard, axes, dim, compute_dtype):
+    whole = shard.astype(compute_dtype)
+    return lax.all_gather(whole, axes, axis=dim, tiled=True) if axes else whole
+
+
+def _gather_fwd(shard, axes, dim, compute_dtype, reduce_dtype):
+    return _gather(shard, axes, dim, compute_dtype), jnp.zeros((), shard.dtype)
+
+
+def _gather_bwd(axes, dim, compute_dtype, reduce_dtype, like, grad):
+    grad = grad.astype(reduce_dtype)
+    if axes:
+        grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+    return (grad.astype(like.dtype),)
+
+
+gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def enter_parallel(x: jax.Array, axes: MeshAxes) -> jax.Array:
+    """Hand a value that is replicated over `axes` to per-rank work: identity forward, sum of cotangents backward."""
+    return x
+
+
+enter_parallel.defvjp(lambda x, axes: (x, None), lambda axes, _, grad: ((lax.psum(grad, axes) if axes else grad),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def leave_parallel(x: jax.Array, axes: MeshAxes) -> jax.Array:
+    """Sum the ranks' partial results over `axes`: sum forward, identity backward (the cotangent is complete)."""
+    return lax.psum(x, axes) if axes else x
+
+
+leave_parallel.defvjp(lambda x, axes: ((lax.psum(x, axes) if axes else x), None), lambda axes, _, grad: (grad,))
+
+
+def reduce_gradients(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> dict[str, jax.Array]:
+    """Sum each gradient over the data axes that its parameter is not split over (`gather` has done the others)."""
+
+    def reduce(grad, spec):
+        missing = tuple(axis for axis in DATA_AXES if axis not in spec_axes(spec))
+        return lax.psum(grad, missing) if missing else grad
+
+    return {name: reduce(grads[name], specs[name]) for name in grads}

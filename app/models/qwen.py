@@ -1,0 +1,140 @@
+"""The hybrid Qwen3.5 text model: the layer pattern is data, layers are scanned in groups of one pattern.
+
+Letters: B batch, T time, D width, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from app.config import ModelConfig
+from app.ops import attention, gdn
+from flax import nnx
+from jax import lax
+
+from app.cluster import sharding
+from app.models import layers
+from app.models.attn_mixer import AttentionInputs, AttnMixer, attention_inputs
+from app.models.gdn_mixer import GdnMixer
+
+# What a layer keeps for its backward, by the name in the config. "exchanges" keeps the small results that came out of
+# communication along the sequence (the recurrence's entry states, attention's output and logsumexp): the backward then
+# recomputes everything local, but repeats no collective of the sequence.
+REMAT_POLICIES: dict[str, Callable] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "exchanges": jax.checkpoint_policies.save_only_these_names(*gdn.RESIDUAL_NAMES, *attention.RESIDUAL_NAMES),
+}
+
+
+def rematerialised(apply: Callable, remat: str) -> Callable:
+    """`apply` under the remat policy named `remat` ("none": everything is kept)."""
+    if remat == "none":
+        return apply
+    return jax.checkpoint(apply, policy=REMAT_POLICIES[remat], prevent_cse=False)  # only ever called inside a scan
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: h + mixer(norm(h)), then h + mlp(norm(h)). [B,T,D] -> [B,T,D]."""
+
+    def __init__(self, kind: str, config: ModelConfig, runtime: layers.Runtime):
+        mixers: dict[str, type[GdnMixer] | type[AttnMixer]] = {
+            "linear_attention": GdnMixer,
+            "full_attention": AttnMixer,
+        }
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = layers.RMSNorm(D, eps, runtime)
+        self.mixer = mixers[kind](config, runtime)
+        self.post_norm = layers.RMSNorm(D, eps, runtime)
+        self.mlp = layers.MLP(D, config.intermediate_size, layers.normal(config.initializer_range), runtime)
+
+    def __call__(self, h_BTD: jax.Array, segment_ids_BT: jax.Array, inputs: AttentionInputs) -> jax.Array:
+        x_BTD = self.input_norm(h_BTD)
+        if isinstance(self.mixer, AttnMixer):
+            h_BTD = h_BTD + self.mixer(x_BTD, inputs)
+        else:
+            h_BTD = h_BTD + self.mixer(x_BTD, segment_ids_BT)
+        return h_BTD + self.mlp(self.post_norm(h_BTD))
+
+
+class Group(nnx.Module):
+    """The blocks of one period of the layer pattern."""
+
+    def __init__(self, config: ModelConfig, runtime: layers.Runtime):
+        self.runtime = runtime
+        self.blocks = nnx.List([Block(kind, config, runtime) for kind in config.layer_pattern])
+
+    def __call__(self, h_BTD: jax.Array, segment_ids_BT: jax.Array, inputs: AttentionInputs) -> jax.Array:
+        for block in self.blocks:
+            graphdef, state = nnx.split(block)
+
+            def apply(state, h_BTD, segment_ids_BT, inputs, graphdef=graphdef):
+                return nnx.merge(graphdef, state)(h_BTD, segment_ids_BT, inputs)
+
+            h_BTD = rematerialised(apply, self.runtime.remat)(state, h_BTD, segment_ids_BT, inputs)
+        return h_BTD
+
+
+class Qwen(nnx.Module):
+    """tokens, positions, segment ids [B,T] int32 -> logits [B,T,V] (float32).
+
+    With `runtime.rules` = SHARDED it runs inside shard_map on this rank's part of everything; by default on one device.
+    """
+
+    def __init__(self, config: ModelConfig, runtime: layers.Runtime = layers.Runtime()):
+        self.config = config
+        self.runtime = runtime
+        D, V, dtype = config.hidden_size, config.vocab_size, runtime.precision.params
+        init = layers.normal(config.initializer_range)
+        groups = config.num_hidden_layers // len(config.layer_pattern)
+
+        @nnx.vmap(in_axes=(), axis_size=groups, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stacked_groups():
+            return Group(config, runtime)
+
+        self.embed = layers.make_param((V, D), ("vocab", "width"), init, dtype)
+        self.groups = stacked_groups()
+        self.final_norm = layers.RMSNorm(D, config.rms_norm_eps, runtime)
+        if not config.tie_word_embeddings:
+            self.lm_head = layers.make_param((D, V), ("width", "vocab"), init, dtype)
+
+    def __call__(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits of every token, for small inputs: training never forms them (see `app.training.loss`)."""
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+        if segment_ids_BT is None:
+            segment_ids_BT = jnp.ones_like(tokens_BT)
+        hidden_BTD = self.hidden(tokens_BT, positions_BT, segment_ids_BT)
+        return jnp.einsum("btd,dv->btv", hidden_BTD, self.head(), preferred_element_type=jnp.float32)
+
+    def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+        """[B,T,D] after the final norm, in the compute dtype."""
+        inputs = attention_inputs(self.config, self.runtime, positions_BT, segment_ids_BT)
+        graphdef, stacked = nnx.split(self.groups)
+
+        def one_group(h_BTD, state):
+            return nnx.merge(graphdef, state)(h_BTD, segment_ids_BT, inputs), None
+
+        h_BTD, _ = lax.scan(one_group, self._embedded(tokens_BT), stacked)
+        return self.final_norm(h_BTD)
+
+    def head(self) -> jax.Array:
+        """The output projection [D, V / tensor] in the compute dtype, whole in its width."""
+        if self.config.tie_word_embeddings:
+            return layers.gathered(self.embed, self.runtime).T
+        return layers.gathered(self.lm_head, self.runtime)
+
+    def _embedded(self, tokens_BT):
+        """Rows of the embedding; each tensor rank looks up the part of the vocabulary that it holds."""
+        axes = self.runtime.rules.vocab
+        table_VD = layers.gathered(self.embed, self.runtime)
+        size, offset = table_VD.shape[0], 0
+        if axes:
+            offset = lax.axis_index(axes) * size
+        local_BT = tokens_BT - offset
+        mine_BT = (local_BT >= 0) & (local_BT < size)
+        # float32 rows: the gradient is a sum over all tokens with the same id, which bfloat16 would not hold.
+        rows_BTD = jnp.take(table_VD.astype(jnp.float32), jnp.where(mine_BT, local_BT, 0), axis=0)
+        rows_BTD = jnp.where(mine_BT[:, :, None], rows_BTD, 0.0).astype(table_VD.dtype)
+        return sharding.leave_parallel(rows_BTD, axes)

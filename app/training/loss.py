@@ -1,0 +1,107 @@
+"""Cross entropy over the vocabulary without ever holding tokens x vocabulary.
+
+Letters: N tokens (batch and time flattened), D width, V vocabulary (this rank's part), C tokens a chunk.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from app.cluster.sharding import MeshAxes
+
+
+def chunked_cross_entropy(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+    *,
+    chunk: int,
+    z_weight: float = 0.0,
+    vocab_axes: MeshAxes = (),
+) -> tuple[jax.Array, jax.Array]:
+    """(loss, entropy): sums over this rank's tokens, float32 scalars, nats.
+
+    hidden [B,T,D] and head [D,V] in the compute dtype, targets [B,T] int32 (ids of the whole vocabulary), mask [B,T]
+    bool. loss = sum of cross entropy + z_weight x logsumexp^2 carries the gradient; entropy, without the z term and
+    without gradient, is for reports. Products of compute-dtype operands accumulate in float32. The largest buffers are
+    chunk x V logits and, for the gradient, one float32 [D,V]: it is formed chunk by chunk in the forward pass,
+    where the logits exist anyway (three products a chunk instead of four), and scaled by the cotangent later.
+    """
+    N = targets.size
+    chunk = min(chunk, N)
+    pad = -N % chunk
+    hidden_ND = jnp.pad(hidden.reshape(N, -1), ((0, pad), (0, 0)))
+    targets_N, mask_N = jnp.pad(targets.reshape(N), (0, pad)), jnp.pad(mask.reshape(N), (0, pad))
+    hidden_NCD, targets_NC, mask_NC = (x.reshape(-1, chunk, *x.shape[1:]) for x in (hidden_ND, targets_N, mask_N))
+    loss, entropy = _summed(hidden_NCD, head, targets_NC, mask_NC, z_weight, vocab_axes)
+    return loss, lax.stop_gradient(entropy)
+
+
+def _chunk_terms(logits_CV, targets_C, mask_C, z_weight, vocab_axes):
+    """Sums [loss, entropy], the rows' logsumexp [C], and the targets' columns in this rank's part (-1: elsewhere)."""
+    size = logits_CV.shape[1]
+    column_C = targets_C - (lax.axis_index(vocab_axes) * size if vocab_axes else 0)
+    column_C = jnp.where((column_C >= 0) & (column_C < size), column_C, -1)
+    picked_C = jnp.take_along_axis(logits_CV, jnp.maximum(column_C, 0)[:, None], axis=1)[:, 0]
+    target_C = jnp.where(column_C >= 0, picked_C, 0.0)
+    peak_C = jnp.max(logits_CV, axis=1)
+    if vocab_axes:
+        peak_C = lax.pmax(peak_C, vocab_axes)
+    normaliser_C = jnp.sum(jnp.exp(logits_CV - peak_C[:, None]), axis=1)
+    if vocab_axes:
+        normaliser_C, target_C = lax.psum((normaliser_C, target_C), vocab_axes)
+    lse_C = peak_C + jnp.log(normaliser_C)
+    # where, not a product: a masked token must not turn a non-finite logit into a NaN
+    entropy = jnp.sum(jnp.where(mask_C, lse_C - target_C, 0.0))
+    penalty = jnp.sum(jnp.where(mask_C, jnp.square(lse_C), 0.0))
+    return jnp.stack([entropy + z_weight * penalty, entropy]), lse_C, column_C
+
+
+def _logits(hidden_CD, head_DV):
+    return jnp.einsum("cd,dv->cv", hidden_CD, head_DV, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _summed(hidden_NCD, head_DV, targets_NC, mask_NC, z_weight, vocab_axes):
+    def step(total, chunk):
+        hidden_CD, targets_C, mask_C = chunk
+        terms, _, _ = _chunk_terms(_logits(hidden_CD, head_DV), targets_C, mask_C, z_weight, vocab_axes)
+        return total + terms, None
+
+    total, _ = lax.scan(step, jnp.zeros(2, jnp.float32), (hidden_NCD, targets_NC, mask_NC))
+    return total[0], total[1]
+
+
+def _summed_fwd(hidden_NCD, head_DV, targets_NC, mask_NC, z_weight, vocab_axes):
+    def step(carry, chunk):
+        total, grad_head_DV = carry
+        hidden_CD, targets_C, mask_C = chunk
+        logits_CV = _logits(hidden_CD, head_DV)
+        terms, lse_C, column_C = _chunk_terms(logits_CV, targets_C, mask_C, z_weight, vocab_axes)
+        # d(lse - target + z lse^2) / d logits = softmax (1 + 2 z lse) - onehot
+        grad_CV = jnp.exp(logits_CV - lse_C[:, None]) * (1.0 + 2.0 * z_weight * lse_C)[:, None]
+        is_target_CV = jnp.arange(logits_CV.shape[1])[None, :] == column_C[:, None]
+        grad_CV = jnp.where(is_target_CV, grad_CV - 1.0, grad_CV)
+        grad_CV = jnp.where(mask_C[:, None], grad_CV, 0.0).astype(hidden_CD.dtype)
+        grad_CD = jnp.einsum("cv,dv->cd", grad_CV, head_DV, preferred_element_type=jnp.float32)
+        if vocab_axes:  # hidden is replicated over the vocabulary's ranks: only their sum is its whole cotangent
+            grad_CD = lax.psum(grad_CD, vocab_axes)
+        grad_head_DV += jnp.einsum("cd,cv->dv", hidden_CD, grad_CV, preferred_element_type=jnp.float32)
+        return (total + terms, grad_head_DV), grad_CD.astype(hidden_CD.dtype)
+
+    start = jnp.zeros(2, jnp.float32), jnp.zeros(head_DV.shape, jnp.float32)
+    (total, grad_head_DV), grad_hidden_NCD = lax.scan(step, start, (hidden_NCD, targets_NC, mask_NC))
+    return (total[0], total[1]), (grad_hidden_NCD, grad_head_DV)
+
+
+def _summed_bwd(z_weight, vocab_axes, residuals, grads):
+    grad_hidden_NCD, grad_head_DV = residuals
+    scale, dtype = grads[0], grad_hidden_NCD.dtype
+    grad_hidden_NCD = (grad_hidden_NCD.astype(jnp.float32) * scale).astype(dtype)
+    return grad_hidden_NCD, (grad_head_DV * scale).astype(dtype), None, None
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)

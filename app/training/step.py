@@ -1,0 +1,193 @@
+"""One optimizer step and one evaluation step: pure functions of state and batch.
+
+Loss and gradient are computed inside one shard_map over the whole mesh (see `app.cluster.sharding`); the optimizer is
+elementwise on the sharded arrays outside of it. Letters: A micro-batches, B rows, T time.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from app.config import Config
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from app.cluster import sharding
+from app.models import params as model_params
+from app.models.layers import Precision, Runtime
+from app.training import optim
+from app.training.loss import chunked_cross_entropy
+
+Batch = dict[str, jax.Array]
+Leaf = Any  # an array, its abstract shape, or its PartitionSpec: the same tree of each exists
+REPLICATED = PartitionSpec()
+BATCH_FIELDS = {
+    "tokens": "int32",
+    "targets": "int32",
+    "segment_ids": "int32",
+    "positions": "int32",
+    "stream_index": "int32",
+    "loss_mask": "bool",
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a checkpoint holds: finished steps, parameters, optimizer state, non-finite steps in a row."""
+
+    step: Leaf
+    params: dict[str, Leaf]
+    opt_state: Any
+    nonfinite: Leaf
+
+
+def runtime_of(config: Config) -> Runtime:
+    """The part of the config that layers see, with the sharded rules."""
+    return Runtime(
+        rules=sharding.SHARDED,
+        precision=Precision(config.dtypes.params, config.dtypes.compute, config.dtypes.reduce),
+        remat=config.remat,
+        gdn_chunk=config.ops.gdn_chunk,
+        attention_block=config.ops.attention_block,
+    )
+
+
+class Program:
+    """The step functions of one config on one mesh, with the shardings of all they take and give.
+
+    Attributes: specs (parameter descriptions), state (abstract TrainState with shardings), batch (abstract Batch with
+    shardings), train_step and eval_step (jitted).
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config = config
+        self.mesh = mesh
+        self.runtime = runtime_of(config)
+        self.specs = model_params.describe(config.model, self.runtime)
+        self.partitions = {name: spec.partition for name, spec in self.specs.items()}
+        self.direction = optim.direction(config.optimizer, self.specs)
+        self.schedule = optim.schedule(config.optimizer, config.steps)
+        self.batch_sharding = NamedSharding(mesh, sharding.BATCH_SPEC)
+        shape = (config.global_batch, config.seq_len)
+        self.batch = {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
+            for name, dtype in BATCH_FIELDS.items()
+        }
+        self.state = self._abstract_state()
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        self.train_step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(shardings, None))
+        self.eval_step = jax.jit(self._eval_step)
+
+    def init(self) -> TrainState:
+        """Step 0 with fresh parameters, sharded from birth."""
+        params = model_params.init(self.specs, self.config.seed, self.mesh)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        return jax.jit(self._fresh, out_shardings=shardings, donate_argnums=0)(params)
+
+    def _fresh(self, params: dict[str, jax.Array]) -> TrainState:
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, params, self.direction.init(params), zero)
+
+    def _abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state; every moment is sharded like its parameter."""
+        params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in self.specs.items()}
+        state = jax.eval_shape(self._fresh, params)
+        moments = optax.tree.map_params(
+            self.direction.init,
+            lambda _, partition: partition,
+            state.opt_state,
+            self.partitions,
+            transform_non_params=lambda _: REPLICATED,
+        )
+        partitions = TrainState(REPLICATED, self.partitions, moments, REPLICATED)
+        return jax.tree.map(
+            lambda leaf, partition: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, partition)
+            ),
+            state,
+            partitions,
+        )
+
+    def _on_ranks(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _batch_specs(self) -> dict[str, PartitionSpec]:
+        return dict.fromkeys(BATCH_FIELDS, sharding.BATCH_SPEC)
+
+    def _loss_sums(self, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """This rank's (loss, entropy) sums over its tokens."""
+        model = model_params.build(self.config.model, self.runtime, params)
+        hidden = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+        return chunked_cross_entropy(
+            hidden,
+            model.head(),
+            batch["targets"],
+            batch["loss_mask"],
+            chunk=self.config.loss.chunk,
+            z_weight=self.config.loss.z_weight,
+            vocab_axes=self.runtime.rules.vocab,
+        )
+
+    def _gradients(self, params, batch: Batch) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """On every rank: gradient of (loss sum / valid targets of the global batch), and the global counts and loss."""
+        counts = _token_counts(batch)
+        valid = jnp.maximum(counts["loss_tokens"], 1).astype(jnp.float32)
+
+        def scaled_loss(params, micro):
+            loss, entropy = self._loss_sums(params, micro)
+            return loss / valid, entropy / valid
+
+        def accumulate(carry, micro):
+            gradient, loss, entropy = carry
+            (micro_loss, micro_entropy), micro_gradient = jax.value_and_grad(scaled_loss, has_aux=True)(params, micro)
+            gradient = jax.tree.map(jnp.add, gradient, micro_gradient)
+            return (gradient, loss + micro_loss, entropy + micro_entropy), None
+
+        micros = jax.tree.map(lambda x: x.reshape(self.config.accumulation, -1, *x.shape[1:]), batch)
+        start = (jax.tree.map(jnp.zeros_like, params), jnp.float32(0), jnp.float32(0))
+        (gradient, loss, entropy), _ = lax.scan(accumulate, start, micros)
+        gradient = sharding.reduce_gradients(gradient, self.partitions)
+        loss, entropy = lax.psum((loss, entropy), sharding.DATA_AXES)
+        return gradient, {"loss": entropy, "total_loss": loss, **counts}
+
+    def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """(state, batch) -> (next state, metrics). A step whose loss or gradient is not finite changes no parameter."""
+        gradient, metrics = self._on_ranks(
+            self._gradients, (self.partitions, self._batch_specs()), (self.partitions, REPLICATED)
+        )(state.params, batch)
+        norm = optax.tree.norm(gradient)
+        finite = jnp.isfinite(metrics["total_loss"]) & jnp.isfinite(norm)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises python floats to its integer counters
+            updates, opt_state = self.direction.update(gradient, state.opt_state, state.params)
+            rate = jnp.asarray(self.schedule(state.step + 1), jnp.float32)
+        params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), state.params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        nonfinite = jnp.where(finite, 0, state.nonfinite + 1)
+        metrics |= {"grad_norm": norm, "learning_rate": rate, "nonfinite_steps": nonfinite}
+        return TrainState(state.step + 1, params, opt_state, nonfinite), metrics
+
+    def _eval_step(self, params, batch: Batch) -> dict[str, jax.Array]:
+        """Sums over the global batch: entropy (nats) and counts. No division: a padded batch weighs what it holds."""
+
+        def sums(params, batch):
+            _, entropy = self._loss_sums(params, batch)
+            return {"entropy": lax.psum(entropy, sharding.DATA_AXES), **_token_counts(batch)}
+
+        return self._on_ranks(sums, (self.partitions, self._batch_specs()), REPLICATED)(params, batch)
+
+
+def _token_counts(batch: Batch) -> dict[str, jax.Array]:
+    """Of the global batch: real tokens, padding, and targets that count for the loss (int32)."""
+    real = jnp.sum(batch["segment_ids"] != 0, dtype=jnp.int32)
+    local = {
+        "tokens": real,
+        "padding": batch["segment_ids"].size - real,
+        "loss_tokens": jnp.sum(batch["loss_mask"], dtype=jnp.int32),
+    }
+    return lax.psum(local, sharding.DATA_AXES)

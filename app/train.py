@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 def train(config: app_config.Config, flags: Any) -> int:
     """Run or continue one training job; returns the exit status."""
     # ---- devices ----------------------------------------------------------------------------------------------------
-    stop = runtime.StopSignal()
     runtime.initialise(config.mesh, flags)
+    stop = runtime.StopSignal()
     import jax  # only now: what devices there are is settled when jax first looks
     from app.cluster.mesh import build_mesh
     from data import pipeline
@@ -183,12 +183,13 @@ def train(config: app_config.Config, flags: Any) -> int:
                     f"step {step}: held-out loss {unread[2]['heldout_loss']:.4f} nats a token "
                     f"over {unread[2]['heldout_tokens']:,.0f} tokens"
                 )
-            if last or stop.requested or step % config.checkpoint.every_steps == 0:
+            stopping = stop.requested(step)  # every process asks at every step
+            if last or stopping or step % config.checkpoint.every_steps == 0:
                 report(*unread)
                 unread = None
                 with timer.paused():
                     checkpoints.save(step, state, facts)
-            if stop.requested and not last:
+            if stopping and not last:
                 checkpoints.wait()
                 progress.say(f"stopped by {stop.name} at step {step}; its checkpoint is saved")
                 return EXIT_STOPPED

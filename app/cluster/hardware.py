@@ -229,6 +229,12 @@ def find_generation(device_kind: str) -> Generation | None:
     return next((found for found in GENERATIONS.values() if device_kind in found.device_kinds), None)
 
 
+def peak_flops(device_kind: str) -> float | None:
+    """Peak bf16 FLOP/s of one jax device, None where it is not known (a CPU, say)."""
+    generation = find_generation(device_kind)
+    return generation.peak_bf16_flops if generation else None
+
+
 def _sides(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 

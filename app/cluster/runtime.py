@@ -1,0 +1,130 @@
+"""What a process sets up before jax touches a device, and how it is asked to stop.
+
+Order in a program: `initialise` first, then `StopSignal()` (joining the other processes displaces earlier SIGTERM
+handlers), then everything else. Nothing here imports jax before it must.
+"""
+
+import os
+import signal
+from collections.abc import Mapping
+from types import FrameType
+from typing import Protocol
+
+from app.config import MeshConfig
+
+# Variables by which a TPU cluster tells a process of its peers; jax.distributed then finds out the rest by itself.
+_PEER_LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
+
+
+class ProcessFlags(Protocol):
+    """The command line's part: `--coordinator=HOST:PORT --num_processes=N --process_id=I`, all None when not given."""
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+
+
+def initialise(mesh: MeshConfig, flags: ProcessFlags) -> None:
+    """Choose the devices and join the other processes, before anything else uses jax.
+
+    Raises ValueError naming the setting if it comes too late or is incomplete.
+    """
+    if mesh.cpu_devices:
+        use_cpu_devices(mesh.cpu_devices)
+    arguments = process_arguments(flags, os.environ)
+    if arguments is not None:
+        import jax
+
+        jax.distributed.initialize(**arguments)
+
+
+def use_cpu_devices(count: int) -> None:
+    """Make jax see `count` CPU devices in this process and nothing else.
+
+    Raises ValueError if jax has started with other devices already: they cannot be changed any more.
+    """
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", count)  # wins over --xla_force_host_platform_device_count
+    except RuntimeError as error:  # jax has started
+        found = jax.local_devices()
+        if len(found) != count or found[0].platform != "cpu":
+            raise ValueError(
+                f"mesh.cpu_devices={count} comes too late: jax has already started with {len(found)} "
+                f"{found[0].platform} devices; set it in a fresh process, before jax is used"
+            ) from error
+        return
+    jax.config.update("jax_platforms", "cpu")
+
+
+def process_arguments(flags: ProcessFlags, environ: Mapping[str, str]) -> dict[str, str | int] | None:
+    """Arguments for jax.distributed.initialize; None for a process on its own, {} where jax detects all of them.
+
+    Flags win over JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. A coordinator alone is enough where
+    jax detects the rest (Slurm, TPU). A TPU pod is joined when its environment names more than one host or slice.
+    Raises ValueError for a number of processes or a process id without a coordinator, or one without the other.
+    """
+    coordinator = flags.coordinator or environ.get("JAX_COORDINATOR_ADDRESS")
+    num_processes = _number(flags.num_processes, environ, "JAX_NUM_PROCESSES")
+    process_id = _number(flags.process_id, environ, "JAX_PROCESS_ID")
+    if (num_processes is None) != (process_id is None) or (num_processes is not None and not coordinator):
+        raise ValueError(
+            "--coordinator, --num_processes and --process_id (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, "
+            f"JAX_PROCESS_ID) go together; found {coordinator}, {num_processes}, {process_id}")
+    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
+        raise ValueError(f"--process_id={process_id} must be at least 0 and below --num_processes={num_processes}")
+    if coordinator:
+        given = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
+        return {name: value for name, value in given.items() if value is not None}
+    many_hosts = any("," in environ.get(name, "") for name in _PEER_LISTS)
+    many_slices = int(environ.get("MEGASCALE_NUM_SLICES") or 1) > 1
+    return {} if many_hosts or many_slices else None
+
+
+def _number(flag: int | None, environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if flag is not None or text is None:
+        return flag
+    if not text.isdecimal():
+        raise ValueError(f"environment variable {name}={text!r} must be a number")
+    return int(text)
+
+
+class StopSignal:
+    """A latch that SIGTERM or SIGINT sets and the training loop polls between steps. Make it in the main thread.
+
+    On its own, a process stops at the next step after the signal. Among several, jax's preemption service owns SIGTERM:
+    a signal to any one of them makes all agree on one step to stop at, so that they save the same checkpoint. SIGINT
+    is turned into SIGTERM there. A second SIGINT kills the process at once, without a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        import jax
+
+        self.name = "SIGTERM"  # of the signal that was seen
+        self._several = jax.distributed.is_initialized()
+        self._latched = False
+        if not self._several:
+            signal.signal(signal.SIGTERM, self._latch)
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def requested(self, step: int) -> bool:
+        """Whether to save and stop now. Several processes must all ask at every step, with the same steps."""
+        if self._several and not self._latched:
+            from jax.experimental import multihost_utils
+
+            # True at exactly one step, hence the latch.
+            self._latched = multihost_utils.reached_preemption_sync_point(step)
+        return self._latched
+
+    def _latch(self, signum: int, frame: FrameType | None) -> None:
+        self.name = signal.Signals(signum).name
+        self._latched = True
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self._latch(signum, frame)

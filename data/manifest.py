@@ -4,14 +4,14 @@
     DIR/tokenizer.json               the tokenizer's definition, where it has one
     DIR/SOURCE/index.npy             one INDEX_DTYPE row a document, in corpus order
     DIR/SOURCE/00000.arrayrecord     token records: each up to `record_tokens` tokens of ONE document, little-endian
-                                     `token_dtype`, then 4 bytes: crc32 of them started at the record's number in SOURCE
+                                     `token_dtype`, then a checksum (data.reader)
 """
 
 import dataclasses
 import hashlib
 import json
 import os
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from etils import epath
@@ -155,7 +155,3 @@ def write_atomic(path: epath.Path, data: str | bytes) -> None:
     temporary = path.parent / f".{path.name}.tmp"
     temporary.write_bytes(encoded)
     temporary.replace(path)
-
-
-def to_dict(entry: Any) -> dict[str, Any]:
-    return dataclasses.asdict(entry)

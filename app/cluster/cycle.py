@@ -53,9 +53,9 @@ def hamiltonian(shape: tuple[int, ...], wrap: tuple[bool, ...]) -> tuple[np.ndar
         return _frozen(snake(shape)), False
 
     rest = snake(tuple(extent for dim, extent in enumerate(shape) if dim != column))
-    out = snake((len(rest), shape[column] - 1))  # (row, place along the column's dim - 1)
+    out = snake((len(rest), shape[column] - 1)) + np.array([0, 1])  # (row, place along the column's dim)
     back = np.stack([np.arange(len(rest) - 1, 0, -1), np.zeros(len(rest) - 1, np.int64)], axis=1)
-    rows_columns = np.concatenate([[[0, 0]], out + [0, 1], back])
+    rows_columns = np.concatenate([[[0, 0]], out, back])
     return _frozen(np.insert(rest[rows_columns[:, 0]], column, rows_columns[:, 1], axis=1)), True
 
 

@@ -3,7 +3,7 @@
 Used by the mesh builder, app.plan and launch.render; no jax here. Sources of the figures:
 [docs]    docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: peak, HBM rate, ICI and DCN rates, topologies, machines
 [book]    jax-ml.github.io/scaling-book/tpus (2025): one-way rate of an ICI link, which sides of a slice are rings
-[libtpu]  libtpu 0.0.50.1: HBM that a program may use ("exceeds available HBM" of an oversized compilation), device kinds
+[libtpu]  libtpu 0.0.50.1: HBM that a program may use (its error for an oversized compilation), device kinds
 [pool]    GKE node pools: machine types, `cloud.google.com/gke-tpu-accelerator` labels
 """
 
@@ -43,7 +43,7 @@ class Generation:
         return len(self.small_topologies[0])
 
     def wrap(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
-        """Which sides of a slice are rings: sides of 16 in 2D; all sides once the slice is made of whole cubes [book]."""
+        """Which sides of a slice are rings [book]: sides of 16 in 2D; all sides once a 3D slice is made of cubes."""
         if self.dims == 2:
             return tuple(side == 16 for side in shape)
         return (all(side % 4 == 0 for side in shape),) * 3
@@ -167,7 +167,7 @@ class Topology:
 
     @property
     def accelerator_type(self) -> str:
-        """"v5p-512", "v6e-256". One accelerator type may stand for several shapes."""
+        """ "v5p-512", "v6e-256". One accelerator type may stand for several shapes."""
         return f"{self.generation.accelerator_prefix}-{self.chips * self.generation.accelerator_units_per_chip}"
 
     @property
@@ -213,14 +213,17 @@ def parse_topology(text: str) -> Topology:
         raise ValueError(f"topology {text!r}: unknown TPU generation {name!r}; {hint}known: {', '.join(GENERATIONS)}")
     generation = GENERATIONS[name]
     if not match:
-        raise ValueError(f"topology {text!r}: write it as {name}:{_sides(generation.small_topologies[-1])}; "
-                         f"{_valid(generation)}")
+        raise ValueError(
+            f"topology {text!r}: write it as {name}:{_sides(generation.small_topologies[-1])}; {_valid(generation)}"
+        )
     shape = tuple(int(side) for side in match[2].split("x"))
     if _canonical(generation, shape) is None:
         chips = math.prod(shape)
         near = sorted(generation.topologies(), key=lambda other: abs(math.prod(other) - chips))[:3]
-        raise ValueError(f"topology {text!r} ({chips} chips): {name} has no such slice; {_valid(generation)}; "
-                         f"the nearest in size: {', '.join(map(_sides, near))}")
+        raise ValueError(
+            f"topology {text!r} ({chips} chips): {name} has no such slice; {_valid(generation)}; "
+            f"the nearest in size: {', '.join(map(_sides, near))}"
+        )
     return Topology(generation, shape)
 
 

@@ -19,8 +19,10 @@ def token_range(rank: int, num_ranks: int, seq_len: int) -> tuple[int, int]:
     Raises ValueError if the tokens do not divide over the ranks or there is no such rank.
     """
     if num_ranks < 1 or seq_len % num_ranks:
-        raise ValueError(f"seq_len={seq_len} does not divide over {num_ranks} sequence ranks "
-                         "(mesh.context x mesh.expert): change one of them")
+        raise ValueError(
+            f"seq_len={seq_len} does not divide over {num_ranks} sequence ranks "
+            "(mesh.context x mesh.expert): change one of them"
+        )
     if not 0 <= rank < num_ranks:
         raise ValueError(f"sequence rank {rank} does not exist: there are {num_ranks} (mesh.context x mesh.expert)")
     local = seq_len // num_ranks
@@ -51,9 +53,11 @@ def check_stream_index(stream_index: np.ndarray, *, num_ranks: int, seq_len: int
     token, found = start + column, int(stream_index[row, column])
     rank, offset = divmod(token, local)
     where = f"at the border of ranks {rank - 1} and {rank}" if rank and not offset else f"inside rank {rank}"
-    raise ValueError(f"{setting}: row {row} has stream index {found} where token {token} belongs, {where} of "
-                     f"{num_ranks} ({local} tokens each){_known_order(stream_index[row], start, num_ranks, seq_len)}; "
-                     f"{_WHY}")
+    raise ValueError(
+        f"{setting}: row {row} has stream index {found} where token {token} belongs, {where} of "
+        f"{num_ranks} ({local} tokens each){_known_order(stream_index[row], start, num_ranks, seq_len)}; "
+        f"{_WHY}"
+    )
 
 
 def _known_order(row: np.ndarray, start: int, num_ranks: int, seq_len: int) -> str:

@@ -1,9 +1,9 @@
-"""The device mesh: axes data, fsdp, expert, context, tensor, laid on the physical network.
+"""The device mesh: axes data, fsdp, context, expert, tensor, laid on the physical network.
 
 Along the sequence axes (context major, expert minor) the ranks' order is the order of the tokens, and neighbours in the
 sequence are neighbours in the network: within a slice they walk a Hamiltonian cycle of chips (app.cluster.placement).
-`mesh.<axis>` counts the ranks of an axis inside one slice, `mesh.dcn.<axis>` the slices along it; an axis has the
-product of both, slices major. So an axis leaves its slice only where `mesh.dcn` says so.
+`mesh.<axis>` counts an axis' ranks over all slices, `mesh.dcn.<axis>` the slices it spans: it is laid out slices major,
+and leaves its slice only where `mesh.dcn` says so.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 
 from app.cluster.hardware import find_generation
 from app.cluster.placement import Grid, place
-from app.config import MeshConfig, resolve_mesh
+from app.config import ConfigError, MeshConfig, resolve_mesh
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")
-SEQUENCE_AXES = ("context", "expert")  # major first
-# Slices and ranks are laid out in this order, the last one fastest: ranks of one sequence stay together.
-_LAYOUT = ("data", "fsdp", "context", "expert", "tensor")
+# The mesh's own order, major first. Context comes before expert: jax refuses a ppermute over a tuple of axes in another
+# order than the mesh's.
+AXES = ("data", "fsdp", "context", "expert", "tensor")
+SEQUENCE_AXES = ("context", "expert")
 
 SliceOf = Callable[[jax.Device], int]
 
@@ -35,10 +35,10 @@ def device_slice(device: jax.Device) -> int:
 def equal_slices(devices: Sequence[jax.Device], num_slices: int) -> SliceOf:
     """A `slice_of` for devices that carry no slice index: `num_slices` equal runs of devices in id order.
 
-    For trying a multi-slice configuration on CPU devices. Raises ValueError if they do not divide.
+    For trying a multi-slice configuration on CPU devices. Raises ConfigError if they do not divide.
     """
     if len(devices) % num_slices:
-        raise ValueError(f"{len(devices)} devices do not divide into {num_slices} slices (the product of mesh.dcn.*)")
+        raise ConfigError(f"{len(devices)} devices do not divide into {num_slices} slices (the product of mesh.dcn.*)")
     ids = sorted(device.id for device in devices)
     slices = {device_id: index * num_slices // len(ids) for index, device_id in enumerate(ids)}
     return lambda device: slices[device.id]
@@ -48,26 +48,24 @@ def build_mesh(mesh: MeshConfig, devices: Sequence[jax.Device], *, slice_of: Sli
     """The mesh over all `devices`, axis names AXES.
 
     mesh: sizes per axis, at most one -1 (resolved here). Deterministic, so every process builds the same mesh.
-    Raises ValueError, with the numbers, if the sizes do not multiply to the devices, the devices of a slice and the
-    slices, if the expert axis would tear the sequence apart, or if a TPU slice is not a whole box of chips.
+    Raises ConfigError (a ValueError), with the numbers, if the sizes do not fit the devices, the slices and the devices
+    of a slice; ValueError if the devices of a TPU slice are not a whole box of chips.
     """
     mesh = resolve_mesh(mesh, len(devices))
-    ici = {axis: getattr(mesh, axis) for axis in _LAYOUT}
-    dcn = {axis: getattr(mesh.dcn, axis) for axis in _LAYOUT}
     slices = _group_by_slice(devices, slice_of)
-    _check_sizes(ici, dcn, slices)
+    _check_slices(mesh, slices)
+    ici = {axis: mesh.per_slice[axis] for axis in AXES}
+    dcn = {axis: mesh.dcn.sizes[axis] for axis in AXES}
 
     blocks = np.stack([_place_slice(members, ici) for members in slices.values()])
     split = blocks.reshape(*dcn.values(), *ici.values())  # every axis twice: slices, then ranks of a slice
-    paired = split.transpose([index + half for index in range(len(_LAYOUT)) for half in (0, len(_LAYOUT))])
-    whole = paired.reshape([dcn[axis] * ici[axis] for axis in _LAYOUT])
-    return Mesh(whole.transpose([_LAYOUT.index(axis) for axis in AXES]), AXES)
+    paired = split.transpose([index + half for index in range(len(AXES)) for half in (0, len(AXES))])
+    return Mesh(paired.reshape([dcn[axis] * ici[axis] for axis in AXES]), AXES)
 
 
 def sequence_order(mesh: Mesh) -> np.ndarray:
-    """Devices [data, fsdp, tensor, P] of `mesh`, the last dim in sequence order (rank = context major, expert minor)."""
-    order = ("data", "fsdp", "tensor", *SEQUENCE_AXES)
-    devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in order])
+    """Devices [data, fsdp, tensor, P] of `mesh`, the last dim in sequence order (context major, expert minor)."""
+    devices = np.moveaxis(mesh.devices, AXES.index("tensor"), 2)
     return devices.reshape(*devices.shape[:3], -1)
 
 
@@ -92,10 +90,12 @@ class NeighbourReport:
         return self.max_hops <= 1 and not self.dcn_steps
 
     def __str__(self) -> str:
-        shape = "a cycle" if self.is_cycle else "a path, not a cycle"
-        return (f"{self.ranks} sequence ranks lie along {shape} of physical neighbours: at most {self.max_hops} hops, "
-                f"{self.mean_hops:.2f} on average, {self.closing_hops} from last to first, {self.dcn_steps} DCN steps, "
-                f"{self.far_pairs} pairs more than one hop apart")
+        shape = "a cycle of neighbours" if self.is_cycle else "not a cycle of neighbours"
+        return (
+            f"{self.ranks} sequence ranks, {shape}: at most {self.max_hops} hops, {self.mean_hops:.2f} on average, "
+            f"{self.far_pairs} pairs more than one hop apart, {self.closing_hops} hops from last to first, "
+            f"{self.dcn_steps} steps over DCN"
+        )
 
 
 def sequence_neighbours_report(mesh: Mesh, *, slice_of: SliceOf = device_slice) -> NeighbourReport | None:
@@ -122,15 +122,16 @@ def check_sequence_order(mesh: Mesh, *, slice_of: SliceOf = device_slice) -> Non
     neighbour to neighbour on a TPU, and follow the device ids elsewhere (so that a process holds one run of tokens).
     Raises ValueError naming the first pair of ranks and the setting.
     """
-    if set(mesh.axis_names) != set(AXES):
+    if mesh.axis_names != AXES:
         raise ValueError(f"mesh has axes {mesh.axis_names}, expected {AXES}: make it with app.cluster.mesh.build_mesh")
     remedy = "rank order must be sequence order: make the mesh with app.cluster.mesh.build_mesh"
     order = sequence_order(mesh)
     for row in order.reshape(-1, order.shape[-1]):
         runs = [key for key, _ in itertools.groupby(slice_of(device) for device in row)]
         if len(runs) != len(set(runs)):
-            raise ValueError(f"mesh.context: the sequence visits slices in the order {runs}, each must be one run; "
-                             f"{remedy}")
+            raise ValueError(
+                f"mesh.context: the sequence visits slices in the order {runs}, each must be one run; {remedy}"
+            )
     located = _hops_to_next(mesh, slice_of)
     if located is None:
         ids = np.vectorize(lambda device: device.id, otypes=[np.int64])(order)
@@ -145,8 +146,9 @@ def _refuse_first(bad: np.ndarray, order: np.ndarray, what: str, remedy: str) ->
         size = order.shape[-1]
         row, rank = (int(place) for place in np.argwhere(bad.reshape(-1, size - 1))[0])
         here, there = order.reshape(-1, size)[row, rank : rank + 2]
-        raise ValueError(f"mesh.context, mesh.expert: sequence ranks {rank} and {rank + 1} are {here} and {there}, "
-                         f"{what}; {remedy}")
+        raise ValueError(
+            f"mesh.context, mesh.expert: sequence ranks {rank} and {rank + 1} are {here} and {there}, {what}; {remedy}"
+        )
 
 
 def _group_by_slice(devices: Sequence[jax.Device], slice_of: SliceOf) -> dict[int, list[jax.Device]]:
@@ -157,39 +159,38 @@ def _group_by_slice(devices: Sequence[jax.Device], slice_of: SliceOf) -> dict[in
     return slices
 
 
-def _check_sizes(ici: Mapping[str, int], dcn: Mapping[str, int], slices: Mapping[int, list[jax.Device]]) -> None:
-    """ICI sizes against the devices of each slice, DCN sizes against the slices."""
+def _check_slices(mesh: MeshConfig, slices: Mapping[int, list[jax.Device]]) -> None:
+    """The slices that mesh.dcn asks for against those that exist, and the devices of each."""
     found = {index: len(members) for index, members in slices.items()}
     total = sum(found.values())
-    if math.prod(dcn.values()) != len(found):
-        raise ValueError(
-            f"{_product('mesh.dcn', dcn)} slices, but the {total} devices form {len(found)} (devices per slice: {found}): "
-            f"make the product of mesh.dcn.* {len(found)}, for example with mesh.dcn.data={len(found)}")
-    per_slice = math.prod(ici.values())
+    if mesh.dcn.num_slices != len(found):
+        raise ConfigError(
+            f"{_factors('mesh.dcn', mesh.dcn.sizes)} makes {mesh.dcn.num_slices} slices, but the {total} devices form "
+            f"{len(found)} (devices per slice: {found}): make the product of mesh.dcn.* {len(found)}, for example "
+            f"with mesh.dcn.data={len(found)} and mesh.data a multiple of it"
+        )
+    per_slice = math.prod(mesh.per_slice.values())
     if set(found.values()) != {per_slice}:
-        raise ValueError(
-            f"{_product('mesh', ici)} devices per slice, but the {total} devices form {len(found)} slices with devices "
-            f"per slice: {found}; make the product of mesh.data, fsdp, expert, context and tensor the size of a slice, "
-            "for example with mesh.fsdp=-1")
-    if dcn["expert"] > 1 and ici["context"] > 1:
-        raise ValueError(
-            f"mesh.dcn.expert={dcn['expert']} with mesh.context={ici['context']}: expert ranks are the inner part of the "
-            "sequence, so the sequence would change slices at every context rank; use mesh.dcn.context or mesh.dcn.data")
+        raise ConfigError(
+            f"{_factors('mesh', mesh.sizes)} over {mesh.dcn.num_slices} slices makes {per_slice} devices per slice, "
+            f"but the devices per slice are {found}: use slices of equal size"
+        )
 
 
-def _product(prefix: str, sizes: Mapping[str, int]) -> str:
-    factors = " x ".join(f"{prefix}.{axis}={sizes[axis]}" for axis in AXES)
-    return f"{factors} makes {math.prod(sizes.values())}"
+def _factors(prefix: str, sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{prefix}.{axis}={sizes[axis]}" for axis in AXES)
 
 
 def _place_slice(devices: Sequence[jax.Device], ici: Mapping[str, int]) -> np.ndarray:
-    """The devices of one slice as an array in _LAYOUT order; in the order given (by id) where there are no coords."""
-    shape = [ici[axis] for axis in _LAYOUT]
+    """The devices of one slice as an array in AXES order; in the order given (by id) where there are no coords."""
+    shape = [ici[axis] for axis in AXES]
     located = _locate(devices)
     if located is None:
         return np.array(devices, dtype=object).reshape(shape)
     grid, coordinates = located
-    ranks = place(grid, sequence=ici["context"] * ici["expert"], tensor=ici["tensor"], fsdp=ici["fsdp"], data=ici["data"])
+    ranks = place(
+        grid, sequence=ici["context"] * ici["expert"], tensor=ici["tensor"], fsdp=ici["fsdp"], data=ici["data"]
+    )
     boxed = np.empty(grid.shape, dtype=object)
     boxed[tuple(coordinates.T)] = devices
     return boxed[tuple(np.moveaxis(ranks, -1, 0))].reshape(shape)
@@ -210,8 +211,10 @@ def _locate(devices: Sequence[jax.Device]) -> tuple[Grid, np.ndarray] | None:
     places -= places.min(axis=0)
     sides = tuple(int(side) for side in places.max(axis=0) + 1)
     if len(np.unique(places, axis=0)) != len(devices) or math.prod(sides) != len(devices):
-        raise ValueError(f"{len(devices)} devices of one slice do not fill a box of chips "
-                         f"({'x'.join(map(str, sides[:-1]))}, {sides[-1]} devices a chip): give build_mesh whole slices")
+        raise ValueError(
+            f"{len(devices)} devices of one slice do not fill a box of chips "
+            f"({'x'.join(map(str, sides[:-1]))}, {sides[-1]} devices a chip): give build_mesh whole slices"
+        )
     flat = len(sides) - 1 - generation.dims  # 2D generations give a third coordinate that is always zero
     wrap = (*generation.wrap(sides[: generation.dims]), *(False,) * flat, False)
     return Grid(sides, wrap, (*(1,) * (len(sides) - 1), 0)), places
@@ -220,14 +223,16 @@ def _locate(devices: Sequence[jax.Device]) -> tuple[Grid, np.ndarray] | None:
 def _hops_to_next(mesh: Mesh, slice_of: SliceOf) -> tuple[np.ndarray, np.ndarray] | None:
     """(hops, over_dcn), both [sequences, P]: from each rank to the next, the last one back to the first.
 
-    Steps over DCN have no hops. None where devices have no coords.
+    Steps over DCN have no hops. None where devices have no coords. Raises ValueError for slices of unequal shapes.
     """
-    located = {}
-    grid = None
+    located: dict[jax.Device, np.ndarray] = {}
+    grid: Grid | None = None
     for members in _group_by_slice(mesh.devices.ravel().tolist(), slice_of).values():
         found = _locate(members)
         if found is None:
             return None
+        if grid is not None and found[0] != grid:
+            raise ValueError(f"slices have different shapes, {grid.shape} and {found[0].shape}: use equal slices")
         grid, coordinates = found
         located |= dict(zip(members, coordinates, strict=True))
     assert grid is not None

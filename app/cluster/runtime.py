@@ -8,9 +8,9 @@ import os
 import signal
 from collections.abc import Mapping
 from types import FrameType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from app.config import MeshConfig
+from app.config import ConfigError, MeshConfig
 
 # Variables by which a TPU cluster tells a process of its peers; jax.distributed then finds out the rest by itself.
 _PEER_LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
@@ -27,21 +27,21 @@ class ProcessFlags(Protocol):
 def initialise(mesh: MeshConfig, flags: ProcessFlags) -> None:
     """Choose the devices and join the other processes, before anything else uses jax.
 
-    Raises ValueError naming the setting if it comes too late or is incomplete.
+    Raises ConfigError naming the setting if it comes too late or is incomplete.
     """
     if mesh.cpu_devices:
         use_cpu_devices(mesh.cpu_devices)
-    arguments = process_arguments(flags, os.environ)
-    if arguments is not None:
+    peers = find_peers(flags, os.environ)
+    if peers is not None:
         import jax
 
-        jax.distributed.initialize(**arguments)
+        jax.distributed.initialize(**peers._asdict())
 
 
 def use_cpu_devices(count: int) -> None:
     """Make jax see `count` CPU devices in this process and nothing else.
 
-    Raises ValueError if jax has started with other devices already: they cannot be changed any more.
+    Raises ConfigError if jax has started with other devices already: they cannot be changed any more.
     """
     import jax
 
@@ -50,7 +50,7 @@ def use_cpu_devices(count: int) -> None:
     except RuntimeError as error:  # jax has started
         found = jax.local_devices()
         if len(found) != count or found[0].platform != "cpu":
-            raise ValueError(
+            raise ConfigError(
                 f"mesh.cpu_devices={count} comes too late: jax has already started with {len(found)} "
                 f"{found[0].platform} devices; set it in a fresh process, before jax is used"
             ) from error
@@ -58,28 +58,36 @@ def use_cpu_devices(count: int) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def process_arguments(flags: ProcessFlags, environ: Mapping[str, str]) -> dict[str, str | int] | None:
-    """Arguments for jax.distributed.initialize; None for a process on its own, {} where jax detects all of them.
+class Peers(NamedTuple):
+    """Arguments of jax.distributed.initialize; None: jax detects it (Slurm, TPU)."""
+
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+
+def find_peers(flags: ProcessFlags, environ: Mapping[str, str]) -> Peers | None:
+    """The processes to join, None for a process on its own.
 
     Flags win over JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. A coordinator alone is enough where
-    jax detects the rest (Slurm, TPU). A TPU pod is joined when its environment names more than one host or slice.
-    Raises ValueError for a number of processes or a process id without a coordinator, or one without the other.
+    jax detects the rest. A TPU pod is joined when its environment names more than one host or slice.
+    Raises ConfigError for a number of processes or a process id without a coordinator, or one without the other.
     """
     coordinator = flags.coordinator or environ.get("JAX_COORDINATOR_ADDRESS")
     num_processes = _number(flags.num_processes, environ, "JAX_NUM_PROCESSES")
     process_id = _number(flags.process_id, environ, "JAX_PROCESS_ID")
     if (num_processes is None) != (process_id is None) or (num_processes is not None and not coordinator):
-        raise ValueError(
+        raise ConfigError(
             "--coordinator, --num_processes and --process_id (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, "
-            f"JAX_PROCESS_ID) go together; found {coordinator}, {num_processes}, {process_id}")
+            f"JAX_PROCESS_ID) go together; found {coordinator}, {num_processes}, {process_id}"
+        )
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        raise ValueError(f"--process_id={process_id} must be at least 0 and below --num_processes={num_processes}")
-    if coordinator:
-        given = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
-        return {name: value for name, value in given.items() if value is not None}
+        raise ConfigError(f"--process_id={process_id} must be at least 0 and below --num_processes={num_processes}")
     many_hosts = any("," in environ.get(name, "") for name in _PEER_LISTS)
     many_slices = int(environ.get("MEGASCALE_NUM_SLICES") or 1) > 1
-    return {} if many_hosts or many_slices else None
+    if not (coordinator or many_hosts or many_slices):
+        return None
+    return Peers(coordinator, num_processes, process_id)
 
 
 def _number(flag: int | None, environ: Mapping[str, str], name: str) -> int | None:
@@ -87,7 +95,7 @@ def _number(flag: int | None, environ: Mapping[str, str], name: str) -> int | No
     if flag is not None or text is None:
         return flag
     if not text.isdecimal():
-        raise ValueError(f"environment variable {name}={text!r} must be a number")
+        raise ConfigError(f"environment variable {name}={text!r} must be a number")
     return int(text)
 
 

@@ -81,8 +81,12 @@ def gather(shard: jax.Array, axes: MeshAxes, dim: int, compute_dtype: str, reduc
 
 
 def _gather(shard, axes, dim, compute_dtype):
+    # Axis by axis, the minor one first: libtpu turns a gather over all chips of a 3D torus into an all-reduce of the
+    # whole array, but not one over a part of them.
     whole = shard.astype(compute_dtype)
-    return lax.all_gather(whole, axes, axis=dim, tiled=True) if axes else whole
+    for axis in reversed(axes):
+        whole = lax.all_gather(whole, axis, axis=dim, tiled=True)
+    return whole
 
 
 def _gather_fwd(shard, axes, dim, compute_dtype, reduce_dtype):
@@ -91,8 +95,8 @@ def _gather_fwd(shard, axes, dim, compute_dtype, reduce_dtype):
 
 def _gather_bwd(axes, dim, compute_dtype, reduce_dtype, like, grad):
     grad = grad.astype(reduce_dtype)
-    if axes:
-        grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+    for axis in axes:
+        grad = lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True)
     return (grad.astype(like.dtype),)
 
 

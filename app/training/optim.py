@@ -18,7 +18,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         init_value=0.0,
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
-        decay_steps=steps,
+        decay_steps=max(steps, config.warmup_steps + 1),  # a trial run may end inside the warm-up
         end_value=config.final_learning_rate,
     )
 

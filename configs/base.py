@@ -1,0 +1,114 @@
+"""Every key of the configuration, once, with its default: there is no other place for defaults.
+
+A preset is a file with `get_config()` that changes some of these; the command line changes single keys
+(`--config.a.b=value`). Keys, types and rules between keys: app/config.py, app/config_check.py.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+
+    # ---- the job ----------------------------------------------------------------------------------------------------
+    config.steps = 1000  # optimizer steps of the whole run; a resumed run goes on to the same number
+    config.seq_len = 32_768  # tokens of one row (T). At most 2**24; may exceed model.max_position_embeddings
+    config.global_batch = 8  # rows of one optimizer step, whole sequences, over all devices
+    config.accumulation = 1  # micro-batches that a step is cut into, one after the other
+    config.seed = 0  # of parameters and data order
+    config.controller = "multi"  # "multi": a process per host; "single": one process drives all devices (Pathways)
+    # What a layer keeps for its backward. "full": nothing, all is recomputed; "exchanges": what came over the network
+    # along the sequence (small), so that recomputing repeats no communication; "none": everything.
+    config.remat = "exchanges"
+    config.nonfinite_limit = 5  # steps in a row with a loss or gradient that is not finite, before the run stops
+
+    # ---- model: names and meanings of the published config.json; defaults are Qwen3.5-0.8B --------------------------
+    config.model = ConfigDict()
+    config.model.vocab_size = 248_320
+    config.model.hidden_size = 1024
+    config.model.intermediate_size = 3584  # of the MLP
+    config.model.num_hidden_layers = 24
+    config.model.full_attention_interval = 4  # every n-th layer is softmax attention, the others are Gated DeltaNet
+    config.model.num_attention_heads = 8  # softmax attention: query heads
+    config.model.num_key_value_heads = 2  # softmax attention: key/value heads
+    config.model.head_dim = 256  # softmax attention
+    config.model.partial_rotary_factor = 0.25  # share of head_dim that rope turns
+    config.model.rope_theta = 10_000_000.0  # (the published classes default to 10,000; every checkpoint says 1e7)
+    config.model.linear_num_key_heads = 16  # Gated DeltaNet: query and key heads
+    config.model.linear_num_value_heads = 16  # Gated DeltaNet: value heads
+    config.model.linear_key_head_dim = 128  # Gated DeltaNet: query and key
+    config.model.linear_value_head_dim = 128  # Gated DeltaNet: value
+    config.model.linear_conv_kernel_dim = 4  # Gated DeltaNet: taps of the causal convolution
+    config.model.rms_norm_eps = 1e-6
+    config.model.initializer_range = 0.02  # standard deviation of every matrix at the start
+    config.model.tie_word_embeddings = True  # the head is the embedding
+    config.model.max_position_embeddings = 262_144  # what the published weights were trained to; no limit here
+
+    # ---- dtypes: "float32" or "bfloat16" ----------------------------------------------------------------------------
+    config.dtypes = ConfigDict()
+    config.dtypes.compute = "bfloat16"  # activations and operands of products (gates, states, loss stay float32)
+    config.dtypes.params = "float32"  # stored parameters
+    config.dtypes.reduce = "float32"  # gradient sums over devices
+
+    # ---- mesh: devices along each axis; -1 (one axis at most) is what the others leave ------------------------------
+    config.mesh = ConfigDict()
+    config.mesh.data = 1  # rows; parameters are copied
+    config.mesh.fsdp = -1  # rows; parameters are cut along their width
+    config.mesh.expert = 1  # experts; also the inner part of the sequence (1 for a dense model)
+    config.mesh.context = 1  # the sequence; parameters are cut along their width here too
+    config.mesh.tensor = 1  # heads, MLP hidden, vocabulary
+    config.mesh.cpu_devices = 0  # above 0: make this many CPU devices in each process and use nothing else
+    # Slices that an axis spans, over the data-centre network; the product is the number of slices. mesh.<axis> counts
+    # the whole axis (16 with dcn 2: 8 in each of two slices). 1 keeps an axis inside a slice, the sequence too.
+    config.mesh.dcn = ConfigDict()
+    config.mesh.dcn.data = 1
+    config.mesh.dcn.fsdp = 1
+    config.mesh.dcn.expert = 1
+    config.mesh.dcn.context = 1
+    config.mesh.dcn.tensor = 1
+
+    # ---- block sizes: speed and memory, not results -----------------------------------------------------------------
+    config.ops = ConfigDict()
+    config.ops.gdn_chunk = 64  # tokens of one chunk of the gated delta rule
+    config.ops.attention_block = 512  # tokens of one block of softmax attention
+    config.loss = ConfigDict()
+    config.loss.chunk = 512  # tokens whose logits exist at a time on a device (x vocab_size x 4 bytes)
+    config.loss.z_weight = 0.0  # weight of the mean squared logsumexp, which keeps logits near 0; 1e-4 is usual
+
+    # ---- optimizer: AdamW, global-norm clipping, linear warm-up then cosine -----------------------------------------
+    config.optimizer = ConfigDict()
+    config.optimizer.learning_rate = 3e-4  # the peak, after the warm-up
+    config.optimizer.warmup_steps = 100  # a run of fewer steps (a trial) ends inside the warm-up
+    config.optimizer.final_learning_rate = 3e-5  # at the last step
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.95
+    config.optimizer.eps = 1e-8
+    config.optimizer.weight_decay = 0.1  # of matrices only, not of norms, A_log, dt_bias
+    config.optimizer.clip_norm = 1.0  # largest global gradient norm (a large number: no clipping)
+    config.optimizer.moment_dtype = "float32"  # of the first moment; the second is float32
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+    config.data = ConfigDict()
+    config.data.path = ""  # prepared directory (python -m data.prepare); "": WORKDIR/data
+    config.data.source = ""  # what to prepare into it if it is not there yet, as "stdlib"; "": nothing
+    config.data.tokenizer = "bytes"  # "bytes", "ids:N" or the path of a tokenizer.json; must be the prepared data's
+    config.data.documents = "separate"  # "separate": nothing flows from one document to the next; "joined": one stream
+    config.data.weights = ""  # shares of the tokens by source, as "web=0.7,code=0.3"; "": as many as each has
+    config.data.whole_documents = False  # reorder documents a little so that those that fit in a row are not cut
+    config.data.holdout = 0.02  # share of documents, chosen by hash, that is never trained on; 0: no held-out loss
+    config.data.workers = 0  # reading processes beside each process; 0: a thread
+    config.data.prefetch = 2  # batches held ready, by each worker; 0: read when they are needed
+
+    # ---- every so many steps ----------------------------------------------------------------------------------------
+    config.eval = ConfigDict()
+    config.eval.every_steps = 500  # held-out loss, also after the last step; 0: only there
+    config.eval.batches = 8  # global batches of held-out documents; -1: all
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every_steps = 500  # also after the last step and when a signal stops the run
+    config.checkpoint.keep_last = 3
+    config.checkpoint.keep_every = 0  # keep those of every so many steps for ever; 0: none
+    config.log = ConfigDict()
+    config.log.every_steps = 10
+    config.log.tensorboard = True
+
+    return config.lock()

@@ -81,7 +81,14 @@ class AttnMixer(nnx.Module):
         q_BTHK = layers.rotate(self.q_norm(q_BTHK), inputs.cos, inputs.sin)
         k_BTGK = layers.rotate(self.k_norm(k_BTGK), inputs.cos, inputs.sin)
         if balanced:
-            out_BTHK = ring_attention(q_BTHK, k_BTGK, v_BTGK, segment_ids=inputs.segment_ids, axis_name=rules.time)
+            out_BTHK = ring_attention(
+                q_BTHK,
+                k_BTGK,
+                v_BTGK,
+                segment_ids=inputs.segment_ids,
+                axis_name=rules.time,
+                block_size=self.runtime.attention_block,
+            )
         else:
             out_BTHK = causal_attention(
                 q_BTHK, k_BTGK, v_BTGK, segment_ids=inputs.segment_ids, block_size=self.runtime.attention_block

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from app.config import Config, flatten, from_config_dict
 from app.config_flags import load_file
+from app.models import params as model_params
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -18,7 +19,12 @@ def config_table(config: Config) -> str:
     return "".join(f"{key} = {value!r}\n" for key, value in flatten(config.to_dict()).items())
 
 
-TABLES: dict[str, Callable[[Config], str]] = {"config": config_table}
+def params_table(config: Config) -> str:
+    """Every parameter with its shape, dtype and logical dims, and their number."""
+    return model_params.table(model_params.describe(config.model))
+
+
+TABLES: dict[str, Callable[[Config], str]] = {"config": config_table, "params": params_table}
 
 
 def presets() -> list[str]:

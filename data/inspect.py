@@ -43,10 +43,20 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.slice is None:
         yield from _contents(arguments.directory, manifest)
         return
-    stream = Stream(StreamOptions(
-        directory=arguments.directory, tokenizer=_own_tokenizer(arguments.directory, manifest), documents="separate",
-        weights=arguments.weights, whole_documents=arguments.whole_documents, holdout=arguments.holdout,
-        seq_len=arguments.seq_len, global_batch=1, seed=arguments.seed, split=arguments.split))
+    stream = Stream(
+        StreamOptions(
+            directory=arguments.directory,
+            tokenizer=_own_tokenizer(arguments.directory, manifest),
+            documents="separate",
+            weights=arguments.weights,
+            whole_documents=arguments.whole_documents,
+            holdout=arguments.holdout,
+            seq_len=arguments.seq_len,
+            global_batch=1,
+            seed=arguments.seed,
+            split=arguments.split,
+        )
+    )
     if stream.num_steps is not None and not 0 <= arguments.slice < stream.num_steps:
         raise DataError(f"--slice={arguments.slice}: the {arguments.split} part has slices 0..{stream.num_steps - 1}")
     spans = stream.rows(arguments.slice, 0, 1)[0].clip(0, arguments.seq_len)
@@ -64,14 +74,18 @@ def _own_tokenizer(directory: str, manifest: Manifest) -> str:
 
 def _contents(directory: str, manifest: Manifest) -> Iterator[str]:
     entry = manifest.tokenizer
-    yield (f"{directory}: fingerprint {manifest.fingerprint}, tokenizer {entry.spec} (vocabulary {entry.vocab_size}, "
-           f"fingerprint {entry.fingerprint}), {manifest.token_dtype}, records of up to {manifest.record_tokens} tokens")
+    yield (
+        f"{directory}: fingerprint {manifest.fingerprint}, tokenizer {entry.spec} (vocabulary {entry.vocab_size}, "
+        f"fingerprint {entry.fingerprint}), {manifest.token_dtype}, records of up to {manifest.record_tokens} tokens"
+    )
     total = sum(source.tokens for source in manifest.sources)
     for source in manifest.sources:
         stored = sum(shard.bytes for shard in source.shards)
-        yield (f"source {source.name}: {source.documents:,} documents, {source.tokens:,} tokens "
-               f"({source.tokens / total:.1%}), {source.records:,} records in {len(source.shards)} shards, "
-               f"{stored:,} bytes")
+        yield (
+            f"source {source.name}: {source.documents:,} documents, {source.tokens:,} tokens "
+            f"({source.tokens / total:.1%}), {source.records:,} records in {len(source.shards)} shards, "
+            f"{stored:,} bytes"
+        )
         for reason, count in source.skipped.items():
             yield f"  left out: {count:,} {reason}"
         yield from _histogram(prepared.load_index(directory, source)["length"])
@@ -85,14 +99,17 @@ def _histogram(lengths: np.ndarray) -> Iterator[str]:
     yield f"  {'tokens':>23}  {'documents':>11}  share of the tokens"
     for step in range(int(power.min()), len(documents)):
         share = tokens[step] / tokens.sum()
-        yield f"  {1 << step - 1:>11,}-{(1 << step) - 1:<11,}  {documents[step]:>11,}  {share:>6.1%} {'#' * round(share * _BAR)}"
+        between = f"{1 << step - 1:>11,}-{(1 << step) - 1:<11,}"
+        yield f"  {between}  {documents[step]:>11,}  {share:>6.1%} {'#' * round(share * _BAR)}"
 
 
 def _composition(spans: slices.Spans, manifest: Manifest, arguments: argparse.Namespace) -> Iterator[str]:
     tokens = int(spans.count.sum())
-    yield (f"slice {arguments.slice} of the {arguments.split} part: {tokens:,} tokens of {arguments.seq_len:,}, "
-           f"{len(spans.count):,} pieces of documents, the longest {spans.count.max():,} tokens, "
-           f"the median {int(np.median(spans.count)):,}")
+    yield (
+        f"slice {arguments.slice} of the {arguments.split} part: {tokens:,} tokens of {arguments.seq_len:,}, "
+        f"{len(spans.count):,} pieces of documents, the longest {spans.count.max():,} tokens, "
+        f"the median {int(np.median(spans.count)):,}"
+    )
     for number in np.unique(spans.source):
         mine = spans.count[spans.source == number]
         yield f"  source {manifest.sources[number].name}: {len(mine):,} pieces, {mine.sum() / tokens:.1%} of the tokens"
@@ -115,8 +132,10 @@ def _reads(stream: Stream, arguments: argparse.Namespace) -> Iterator[str]:
         stream.block(arguments.slice, (0, 1), (start, stop))
         places = stream.reader.places(stream.rows(arguments.slice, 0, 1)[0].clip(start, stop + 1))
         where = "; ".join(f"{shard} {_runs(numbers)}" for shard, numbers in places.items())
-        yield (f"  process {process}: tokens {start:,}-{stop - 1:,}, {sum(map(len, places.values())):,} records, "
-               f"{stream.reader.bytes_read - before:,} bytes ({where})")
+        yield (
+            f"  process {process}: tokens {start:,}-{stop - 1:,}, {sum(map(len, places.values())):,} records, "
+            f"{stream.reader.bytes_read - before:,} bytes ({where})"
+        )
 
 
 def _runs(numbers: list[int]) -> str:
@@ -140,8 +159,12 @@ def _text(stream: Stream, spans: slices.Spans, manifest: Manifest) -> Iterator[s
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data.inspect", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m data.inspect",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("directory")
     parser.add_argument("--slice", type=int, help="a slice number: what it is made of")
     parser.add_argument("--seq_len", type=int, default=1 << 20, help="tokens a slice")

@@ -1,14 +1,17 @@
 """What a prepared directory holds, as its manifest says, and the checks made before anything of it is used.
 
-    DIR/manifest.json                written last: a directory without it is not prepared
-    DIR/tokenizer.json               the tokenizer's definition, where it has one
-    DIR/SOURCE/index.npy             one INDEX_DTYPE row a document, in corpus order
-    DIR/SOURCE/00000.arrayrecord     token records: each up to `record_tokens` tokens of ONE document, little-endian
-                                     `token_dtype`, then a checksum (data.reader)
+DIR/manifest.json                written last: a directory without it is not prepared
+DIR/tokenizer.json               the tokenizer's definition, where it has one
+DIR/SOURCE/index.npy             one INDEX_DTYPE row a document, in corpus order
+DIR/SOURCE/00000.arrayrecord     token records: each up to `record_tokens` tokens of ONE document, little-endian
+                                 `token_dtype`, then a checksum (data.reader)
 """
 
+import concurrent.futures
 import dataclasses
+import functools
 import hashlib
+import io
 import json
 import os
 from typing import Self
@@ -17,7 +20,9 @@ import numpy as np
 from etils import epath
 
 MANIFEST = "manifest.json"
+PARTIAL = "partial"  # subfolder of what a killed preparation has finished
 FORMAT = 1
+_THREADS = 32
 # length: tokens of the document. hash: of its content, uniform; it decides held-out or not. record: its first record.
 INDEX_DTYPE = np.dtype([("length", "<u4"), ("hash", "<u4"), ("record", "<i8")])
 
@@ -90,9 +95,15 @@ class Manifest:
             raise ValueError(f"its format is not {FORMAT}")
         recorded = fields.pop("fingerprint")
         sources = [
-            SourceEntry(**source | {"index": FileEntry(**source["index"]),
-                                    "shards": tuple(ShardEntry(**shard) for shard in source["shards"])})
-            for source in fields["sources"]]
+            SourceEntry(
+                **source
+                | {
+                    "index": FileEntry(**source["index"]),
+                    "shards": tuple(ShardEntry(**shard) for shard in source["shards"]),
+                }
+            )
+            for source in fields["sources"]
+        ]
         made = cls(**fields | {"tokenizer": TokenizerEntry(**fields["tokenizer"]), "sources": tuple(sources)})
         if made.fingerprint != recorded:
             raise ValueError(f"its content has fingerprint {made.fingerprint}, it says {recorded}")
@@ -108,17 +119,22 @@ def load(directory: os.PathLike[str] | str) -> Manifest:
     directory = epath.Path(directory)
     path = directory / MANIFEST
     if not path.exists():
-        partial = " (an unfinished preparation is there: run data.prepare again)" if directory.exists() and \
-            (directory / "partial").exists() else ""
-        raise DataError(f"{directory} holds no prepared data: {MANIFEST} is missing{partial}; "
-                        "make it with python -m data.prepare")
+        partial = (
+            " (an unfinished preparation is there: run data.prepare again)"
+            if directory.exists() and (directory / PARTIAL).exists()
+            else ""
+        )
+        raise DataError(
+            f"{directory} holds no prepared data: {MANIFEST} is missing{partial}; make it with python -m data.prepare"
+        )
     try:
         manifest = Manifest.from_json(path.read_text())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged or of another version: {error}; prepare the data again") from error
-    for source in manifest.sources:
-        for entry in (source.index, *source.shards):
-            check_size(directory, entry)
+    entries = [entry for source in manifest.sources for entry in (source.index, *source.shards)]
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:  # a remote look takes tens of milliseconds
+        for _ in threads.map(functools.partial(check_size, directory), entries):
+            pass
     return manifest
 
 
@@ -129,28 +145,35 @@ def check_size(directory: epath.Path, entry: FileEntry) -> None:
     except FileNotFoundError:
         raise DataError(f"{path} is missing; restore it or prepare the data again") from None
     if found != entry.bytes:
-        raise DataError(f"{path} has {found:,} bytes, the manifest says {entry.bytes:,}: truncated or replaced; "
-                        "restore it or prepare the data again")
+        raise DataError(
+            f"{path} has {found:,} bytes, the manifest says {entry.bytes:,}: truncated or replaced; "
+            "restore it or prepare the data again"
+        )
 
 
 def load_index(directory: os.PathLike[str] | str, source: SourceEntry) -> np.ndarray:
     """INDEX_DTYPE [documents], checked against its checksum; mapped, not read, where the file is local."""
     path = epath.Path(directory) / source.index.path
-    if sha256(path) != source.index.sha256:
-        raise DataError(f"{path} is damaged: its checksum is not the manifest's; restore it or prepare the data again")
     if os.path.exists(path):
-        return np.load(path, mmap_mode="r")
-    with path.open("rb") as file:
-        return np.load(file)
+        digest, index = sha256(path), lambda: np.load(path, mmap_mode="r")
+    else:
+        content = path.read_bytes()
+        digest, index = hashlib.sha256(content).hexdigest(), lambda: np.load(io.BytesIO(content))
+    if digest != source.index.sha256:
+        raise DataError(f"{path} is damaged: its checksum is not the manifest's; restore it or prepare the data again")
+    return index()
 
 
 def sha256(path: epath.Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_atomic(path: epath.Path, data: str | bytes) -> None:
-    """`path` has all of `data` or does not change, whenever the process dies. (Object stores write that way already.)"""
+    """`path` has all of `data` or does not change, whenever the process dies."""
     encoded = data.encode() if isinstance(data, str) else data
     temporary = path.parent / f".{path.name}.tmp"
     temporary.write_bytes(encoded)

@@ -1,9 +1,9 @@
 """Slices whose documents are not cut where it can be helped: the option `data.whole_documents`.
 
-The stream is taken WINDOW slices at a time and the documents of a window change places within it, so that one that fits
-a slice lies in one slice whole; nothing is padded, every token still appears once an epoch, and a slice is still found by
-arithmetic. What must be cut: documents longer than a slice, those at the borders of a window, and those that fill up
-the slices (the shortest, since the long ones are placed first).
+The stream is taken WINDOW slices at a time and the documents of a window change places within it, so that one that
+fits a slice lies in one slice whole; nothing is padded, every token still appears once an epoch, and a slice is still
+found by arithmetic. What must be cut: documents longer than a slice, those at the borders of a window, and those that
+fill up the slices (the shortest, since the long ones are placed first).
 """
 
 import bisect

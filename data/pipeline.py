@@ -1,7 +1,7 @@
 """From a stream to global jax arrays, reading ahead. Each process reads only the tokens that its devices hold."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import grain
@@ -16,6 +16,8 @@ from data.stream import Stream, open_stream
 
 __all__ = ["DataError", "Stream", "batches", "open_stream"]
 
+Index = tuple[slice, ...]
+
 _ENDLESS = 1 << 50  # steps; grain wants a length
 
 
@@ -26,8 +28,15 @@ class Block(NamedTuple):
     columns: tuple[int, int]
 
 
-def batches(stream: Stream, sharding: jax.sharding.NamedSharding, *, start_step: int, stop_step: int | None = None,
-            workers: int = 0, prefetch: int = 2) -> Iterator[dict[str, jax.Array]]:
+def batches(
+    stream: Stream,
+    sharding: jax.sharding.NamedSharding,
+    *,
+    start_step: int,
+    stop_step: int | None = None,
+    workers: int = 0,
+    prefetch: int = 2,
+) -> Iterator[dict[str, jax.Array]]:
     """The batches of steps start_step, start_step + 1, ... as global arrays [B, T] laid out by `sharding`.
 
     stop_step None: the end of the split (training has none). workers: reading processes, 0: a thread of this one.
@@ -37,7 +46,7 @@ def batches(stream: Stream, sharding: jax.sharding.NamedSharding, *, start_step:
     shape = (stream.options.global_batch, stream.options.seq_len)
     held = held_blocks(sharding, shape)
     stop = stop_step if stop_step is not None else stream.num_steps if stream.num_steps is not None else _ENDLESS
-    load = HostLoader(stream, merged(held.values()), num_ranks=layout_ranks(sharding))
+    load = HostLoader(stream, merged(held.values()), num_ranks=sequences(sharding).shape[-1])
     iterator = iter(read_ahead(load, start_step, stop, workers, prefetch))
     try:
         for fields in iterator:
@@ -53,7 +62,8 @@ def read_ahead(load: "HostLoader", start: int, stop: int, workers: int, prefetch
         if not flags.FLAGS.is_parsed():  # grain's worker processes read absl flags of its own
             flags.FLAGS.mark_as_parsed()
         return steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, prefetch)))
+            grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, prefetch))
+        )
     return steps.to_iter_dataset(grain.ReadOptions(num_threads=min(1, prefetch), prefetch_buffer_size=prefetch))
 
 
@@ -69,13 +79,19 @@ class HostLoader:
         made = [self.stream.block(step, *block) for block in self.blocks]
         for block, fields in zip(self.blocks, made, strict=True):
             layout.check_stream_index(
-                fields["stream_index"], num_ranks=self.num_ranks, seq_len=self.stream.options.seq_len,
-                setting=f"data.documents={self.stream.options.documents!r}", start=block.columns[0])
+                fields["stream_index"],
+                num_ranks=self.num_ranks,
+                seq_len=self.stream.options.seq_len,
+                setting=f"data.documents={self.stream.options.documents!r}",
+                start=block.columns[0],
+            )
         return {name: [fields[name] for fields in made] for name in made[0]}
 
 
-def layout_ranks(sharding: jax.sharding.NamedSharding) -> int:
-    return sequence_order(sharding.mesh).shape[-1]
+def sequences(sharding: jax.sharding.NamedSharding) -> np.ndarray:
+    """The sharding's devices, [..., P]: the last dim runs along a sequence."""
+    assert isinstance(sharding.mesh, jax.sharding.Mesh)  # batches are laid on devices
+    return sequence_order(sharding.mesh)
 
 
 def held_blocks(sharding: jax.sharding.NamedSharding, shape: tuple[int, int]) -> dict[jax.Device, Block]:
@@ -83,19 +99,27 @@ def held_blocks(sharding: jax.sharding.NamedSharding, shape: tuple[int, int]) ->
 
     Raises ValueError if a device would not hold the tokens that its place in the sequence asks for.
     """
-    bounds = [{device: Block(*(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)))
-               for device, index in indices.items()}
-              for indices in (sharding.devices_indices_map(shape), sharding.addressable_devices_indices_map(shape))]
-    everywhere, here = bounds
-    order = sequence_order(sharding.mesh)
+    everywhere = _blocks(sharding.devices_indices_map(shape), shape)
+    order = sequences(sharding)
     for place in np.ndindex(order.shape):
         wanted = layout.token_range(place[-1], order.shape[-1], shape[1])
         found = everywhere[order[place]].columns
         if found != wanted:
-            raise ValueError(f"batch sharding {sharding.spec}: {order[place]}, rank {place[-1]} of {order.shape[-1]} in "
-                             f"the sequence, would hold tokens {found} of {shape[1]}, the layout is {wanted}: shard the "
-                             "time dim over the sequence axes in their order")
-    return here
+            raise ValueError(
+                f"batch sharding {sharding.spec}: {order[place]}, rank {place[-1]} of {order.shape[-1]} in "
+                f"the sequence, would hold tokens {found} of {shape[1]}, the layout is {wanted}: shard the "
+                "time dim over the sequence axes in their order"
+            )
+    return _blocks(sharding.addressable_devices_indices_map(shape), shape)
+
+
+def _blocks(indices: Mapping[jax.Device, Index | None], shape: tuple[int, int]) -> dict[jax.Device, Block]:
+    found = {}
+    for device, index in indices.items():
+        assert index is not None  # a device of the mesh holds a part of the batch
+        rows, columns = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        found[device] = Block(rows, columns)
+    return found
 
 
 def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
@@ -109,12 +133,20 @@ def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
     return tuple(joined)
 
 
-def _global_array(parts: list[np.ndarray], read: tuple[Block, ...], held: dict[jax.Device, Block],
-                  shape: tuple[int, int], sharding: jax.sharding.NamedSharding) -> jax.Array:
+def _global_array(
+    parts: list[np.ndarray],
+    read: tuple[Block, ...],
+    held: dict[jax.Device, Block],
+    shape: tuple[int, int],
+    sharding: jax.sharding.NamedSharding,
+) -> jax.Array:
     """One field as a global array; `parts` are its values in the blocks `read`."""
     cut = []
     for block in held.values():
-        whole, part = next((whole, part) for whole, part in zip(read, parts, strict=True)
-                           if whole.rows == block.rows and whole.columns[0] <= block.columns[0] < whole.columns[1])
+        whole, part = next(
+            (whole, part)
+            for whole, part in zip(read, parts, strict=True)
+            if whole.rows == block.rows and whole.columns[0] <= block.columns[0] < whole.columns[1]
+        )
         cut.append(part[:, block.columns[0] - whole.columns[0] : block.columns[1] - whole.columns[0]])
     return jax.make_array_from_single_device_arrays(shape, sharding, jax.device_put(cut, list(held)))

@@ -3,9 +3,9 @@
     python -m data.prepare --output=runs/corpus --input='web=crawl/*.jsonl' --input='code=src/**/*.py' \\
         --tokenizer=qwen/tokenizer.json --workers=8
 
-Inputs: see data.sources; tokenizers: data.tokenizers; what is written: data.manifest. The result is a function of the inputs
-and options, whatever the number of workers. Killed and run again with the same inputs and options, it goes on where it
-was. Exit status: 0 prepared, 1 a bug, 2 an input or option that cannot be used.
+Inputs: see data.sources; tokenizers: data.tokenizers; what is written: data.manifest. The result is a function of the
+inputs and options, whatever the number of workers. Killed and run again with the same inputs and options, it goes on
+where it was. Exit status: 0 prepared, 1 a bug, 2 an input or option that cannot be used.
 """
 
 import argparse
@@ -22,7 +22,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from array_record.python import array_record_module
@@ -31,13 +33,12 @@ from tqdm import tqdm
 
 from data import manifest as prepared
 from data import sources, tokenizers
-from data.manifest import DataError, FileEntry, Manifest, ShardEntry, SourceEntry, TokenizerEntry
+from data.manifest import PARTIAL, DataError, FileEntry, Manifest, ShardEntry, SourceEntry, TokenizerEntry
 from data.reader import encode_record
 from data.tokenizers import Document
 
 RECORD_TOKENS = 8192  # also how much a process may read beyond its tokens at either end of a piece of a document
-SHARD_BYTES = 64 << 20  # of input: what a killed worker loses
-PARTIAL = "partial"  # subfolder of what a killed preparation has finished
+SHARD_BYTES = 128 << 20  # of input: what a killed worker loses
 TOKENIZER_FILE = "tokenizer.json"
 MAX_DOCUMENT = (1 << 32) - 1  # the index stores lengths in 32 bits
 _REJECTED_SHOWN = 20
@@ -90,8 +91,9 @@ class Task:
         return directory / PARTIAL / f"{self.source}-{self.number:05d}.npy"
 
 
-def prepare(inputs: str | Sequence[str], directory: os.PathLike[str] | str, *, workers: int = 0,
-            **options: object) -> Manifest:
+def prepare(
+    inputs: str | Sequence[str], directory: os.PathLike[str] | str, *, workers: int = 0, **options: Any
+) -> Manifest:
     """Prepare `inputs` into `directory`; returns its manifest.
 
     inputs: one or more `[NAME=]PATTERN[,PATTERN...]` (data.sources). workers: processes beside this one, 0: none.
@@ -101,8 +103,9 @@ def prepare(inputs: str | Sequence[str], directory: os.PathLike[str] | str, *, w
     made = Options(**options)
     directory = epath.Path(directory)
     if not 1 <= made.min_tokens <= made.max_tokens <= MAX_DOCUMENT:
-        raise DataError(f"min_tokens={made.min_tokens} and max_tokens={made.max_tokens}: expected 1 <= min <= max <= "
-                        f"{MAX_DOCUMENT}")
+        raise DataError(
+            f"min_tokens={made.min_tokens} and max_tokens={made.max_tokens}: expected 1 <= min <= max <= {MAX_DOCUMENT}"
+        )
     if is_prepared(directory):
         raise DataError(f"{directory} is prepared already; remove it or choose another output")
     tokenizer = _tokenizer(made.tokenizer, made.end_of_document)
@@ -130,7 +133,9 @@ def plan(patterns: dict[str, list[str]], options: sources.ReadOptions) -> list[T
 
 def begin(directory: epath.Path, tasks: list[Task], options: Options, tokenizer: str) -> None:
     """Make the folders, or check that an unfinished preparation there is of the same inputs and options."""
-    digest = hashlib.sha256(repr((tasks, options, tokenizer, RECORD_TOKENS, prepared.FORMAT)).encode())
+    digest = hashlib.sha256(repr((options, tokenizer, RECORD_TOKENS, prepared.FORMAT)).encode())
+    for task in tasks:
+        digest.update(repr(task).encode())
     for path in sorted({part.path for task in tasks for part in task.parts if part.kind != "tfds"}):
         status = epath.Path(path).stat()
         digest.update(repr((path, status.length, status.mtime)).encode())
@@ -142,28 +147,37 @@ def begin(directory: epath.Path, tasks: list[Task], options: Options, tokenizer:
             (directory / folder).mkdir(parents=True, exist_ok=True)
         prepared.write_atomic(plan_file, digest.hexdigest())
     elif plan_file.read_text() != digest.hexdigest():
-        raise DataError(f"{directory} holds an unfinished preparation of other inputs (or changed files) or options; "
-                        "remove it or choose another output")
+        raise DataError(
+            f"{directory} holds an unfinished preparation of other inputs (or changed files) or options; "
+            "remove it or choose another output"
+        )
 
 
 def run(tasks: list[Task], directory: epath.Path, options: Options, workers: int) -> None:
     """Make every shard that is not there yet."""
     waiting = [task for task in tasks if not task.done(directory).exists()]
     make = functools.partial(make_shard, directory=directory, options=options)
-    with tqdm(total=sum(task.size for task in tasks), unit="B", unit_scale=True, desc="prepare", disable=None) as bar:
-        bar.update(bar.total - sum(task.size for task in waiting))
-        if not workers:
+    total, left = (sum(task.size for task in some) for some in (tasks, waiting))
+    with tqdm(total=total, initial=total - left, unit="B", unit_scale=True, desc="prepare", disable=None) as bar:
+        if not workers or len(waiting) == 1:
             for task in waiting:
                 make(task)
                 bar.update(task.size)
             return
         # spawn: this process may have threads (jax), which do not survive a fork.
-        with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        with concurrent.futures.ProcessPoolExecutor(
+            min(workers, len(waiting) or 1), multiprocessing.get_context("spawn")
+        ) as pool:
             running = {pool.submit(make, task): task for task in waiting}
             try:
                 for future in concurrent.futures.as_completed(running):
                     future.result()
                     bar.update(running[future].size)
+            except BrokenProcessPool as error:
+                raise DataError(
+                    "a worker process was killed, perhaps for want of memory; run the same command again "
+                    "with fewer --workers to go on"
+                ) from error
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
@@ -191,7 +205,7 @@ def make_shard(task: Task, *, directory: epath.Path, options: Options) -> None:
             try:
                 ids = _encode(tokenizer, document)
             except ValueError as error:
-                reject(place, str(error))
+                reject(place(), str(error))
                 continue
             if not options.min_tokens <= len(ids) <= options.max_tokens:
                 skipped["shorter" if len(ids) < options.min_tokens else "longer"] += 1
@@ -208,8 +222,9 @@ def make_shard(task: Task, *, directory: epath.Path, options: Options) -> None:
     prepared.write_atomic(task.done(directory), json.dumps(numbers))
 
 
-def _all_documents(parts: Iterable[sources.Part], options: sources.ReadOptions, reject: sources.Reject
-                   ) -> Iterator[tuple[str, Document]]:
+def _all_documents(
+    parts: Iterable[sources.Part], options: sources.ReadOptions, reject: sources.Reject
+) -> Iterator[tuple[sources.Place, Document]]:
     for part in parts:
         yield from sources.documents(part, options, reject)
 
@@ -259,8 +274,12 @@ def finish(tasks: list[Task], directory: epath.Path, options: Options, tokenizer
         spec = TOKENIZER_FILE
     names = sorted({task.source for task in tasks})
     found = tuple(_source_entry(name, [task for task in tasks if task.source == name], directory) for name in names)
-    manifest = Manifest(TokenizerEntry(spec, end_of_document, tokenizer.vocab_size, tokenizer.fingerprint),
-                        token_dtype(tokenizer.vocab_size), RECORD_TOKENS, found)
+    manifest = Manifest(
+        TokenizerEntry(spec, end_of_document, tokenizer.vocab_size, tokenizer.fingerprint),
+        token_dtype(tokenizer.vocab_size),
+        RECORD_TOKENS,
+        found,
+    )
     prepared.write_atomic(directory / prepared.MANIFEST, manifest.to_json())
     (directory / PARTIAL).rmtree()
     return manifest
@@ -276,8 +295,16 @@ def _source_entry(name: str, tasks: list[Task], directory: epath.Path) -> Source
             print(f"skipped {example}", file=sys.stderr)
         if made["records"]:
             path = directory / task.shard
-            shards.append(ShardEntry(task.shard, path.stat().length, prepared.sha256(path), made["documents"],
-                                     made["records"], made["tokens"]))
+            shards.append(
+                ShardEntry(
+                    task.shard,
+                    path.stat().length,
+                    prepared.sha256(path),
+                    made["documents"],
+                    made["records"],
+                    made["tokens"],
+                )
+            )
     if not shards:
         raise DataError(f"source {name!r} has no usable document: {dict(skipped)}; change its patterns or the limits")
     index = _join_indexes(name, tasks, [made["records"] for made in numbers], directory)
@@ -291,8 +318,10 @@ def _join_indexes(name: str, tasks: list[Task], records: list[int], directory: e
     rows = [task.index(directory) for task in tasks]
     count = sum(row.stat().length for row in rows) // prepared.INDEX_DTYPE.itemsize
     with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {
-            "descr": np.lib.format.dtype_to_descr(prepared.INDEX_DTYPE), "fortran_order": False, "shape": (count,)})
+        np.lib.format.write_array_header_1_0(
+            file,
+            {"descr": np.lib.format.dtype_to_descr(prepared.INDEX_DTYPE), "fortran_order": False, "shape": (count,)},
+        )
         before = 0
         for row, number in zip(rows, records, strict=True):
             part = np.frombuffer(bytearray(row.read_bytes()), prepared.INDEX_DTYPE)
@@ -304,36 +333,57 @@ def _join_indexes(name: str, tasks: list[Task], records: list[int], directory: e
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)
-               if field.name != "skip_errors"}
+    options = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(Options)
+        if field.name != "skip_errors"
+    }
     try:
-        manifest = prepare(arguments.input, arguments.output, workers=arguments.workers,
-                           skip_errors=arguments.on_error == "skip", **options)
+        manifest = prepare(
+            arguments.input,
+            arguments.output,
+            workers=arguments.workers,
+            skip_errors=arguments.on_error == "skip",
+            **options,
+        )
     except DataError as error:
         print(error, file=sys.stderr)
         return 2
     for source in manifest.sources:
         left_out = "".join(f", {count:,} {reason}" for reason, count in source.skipped.items())
-        print(f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens in {len(source.shards)} shards"
-              f"{left_out and f'; left out{left_out[1:]}'}")
+        print(
+            f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens in {len(source.shards)} shards"
+            f"{left_out and f'; left out{left_out[1:]}'}"
+        )
     print(f"prepared {arguments.output} (fingerprint {manifest.fingerprint})")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data.prepare", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m data.prepare",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--output", required=True, help="the directory to prepare")
     parser.add_argument("--input", required=True, action="append", help="[NAME=]PATTERN[,PATTERN...]; may be repeated")
     parser.add_argument("--tokenizer", default=Options.tokenizer, help="bytes, ids:N or a tokenizer.json")
-    parser.add_argument("--end_of_document", help="the token (ids:N: the id) that closes a document; '' for none; "
-                        f"default: {tokenizers.BYTES_END} for bytes, {tokenizers.JSON_END} for tokenizer.json")
+    parser.add_argument(
+        "--end_of_document",
+        help="the token (ids:N: the id) that closes a document; '' for none; "
+        f"default: {tokenizers.BYTES_END} for bytes, {tokenizers.JSON_END} for tokenizer.json",
+    )
     parser.add_argument("--text_field", default=Options.text_field, help="JSON field, Parquet column or TFDS feature")
     parser.add_argument("--tfds_directory", help="where TensorFlow datasets lie (data_dir)")
     parser.add_argument("--min_tokens", type=int, default=Options.min_tokens, help="leave shorter documents out")
     parser.add_argument("--max_tokens", type=int, default=Options.max_tokens, help="leave longer documents out")
-    parser.add_argument("--on_error", choices=("stop", "skip"), default="stop",
-                        help="documents that cannot be used: stop, or count, report and leave out")
+    parser.add_argument(
+        "--on_error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="documents that cannot be used: stop, or count, report and leave out",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     return parser
 

@@ -1,6 +1,7 @@
 """Token ids of any piece of any document of a prepared directory, each record checked when it is read."""
 
-import bisect
+import concurrent.futures
+import functools
 import itertools
 import os
 import threading
@@ -8,13 +9,16 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
-from array_record.python.array_record_data_source import ArrayRecordDataSource
+from array_record.python import array_record_module
 from etils import epath
 
 from data.manifest import DataError, Manifest
 from data.slices import Spans
 
 CHECKSUM_BYTES = 4
+_OPEN_SHARDS = 256
+_THREADS = 32  # shards read at once: what hides the latency of an object store
+_FILE_BUFFER_BYTES = 1 << 15
 
 
 def encode_record(tokens: np.ndarray, shard: str, number: int) -> bytes:
@@ -39,20 +43,21 @@ def _checksum(payload: bytes | memoryview, shard: str, number: int) -> int:
 
 
 class TokenReader:
-    """Reads pieces of documents. indexes: per source, INDEX_DTYPE [documents]. Shards are opened when first needed.
+    """Reads pieces of documents. indexes: per source, INDEX_DTYPE [documents].
 
-    bytes_read counts the records' bytes; safe to use from several threads.
+    Shards are opened when first needed; few stay open, for a large corpus has more of them than a process may have open
+    files. bytes_read counts the records' bytes. Safe to use from several threads.
     """
 
     def __init__(self, directory: os.PathLike[str] | str, manifest: Manifest, indexes: Sequence[np.ndarray]) -> None:
         self._directory, self._indexes = epath.Path(directory), indexes
         self._dtype, self._record_tokens = np.dtype(manifest.token_dtype), manifest.record_tokens
         self._shards = [shard for source in manifest.sources for shard in source.shards]
-        self._records = ArrayRecordDataSource([
-            f"{self._directory / shard.path}[0:{shard.records}]" for shard in self._shards])
         # Records are numbered over all sources, in the manifest's order.
         self._first_of_source = [0, *itertools.accumulate(source.records for source in manifest.sources)]
-        self._first_of_shard = [0, *itertools.accumulate(shard.records for shard in self._shards)]
+        self._first_of_shard = np.cumsum([0, *(shard.records for shard in self._shards)])
+        self._open = functools.lru_cache(_OPEN_SHARDS)(self._open_shard)
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
         self._lock = threading.Lock()
         self.bytes_read = 0
 
@@ -63,7 +68,8 @@ class TokenReader:
         """
         skip, number, touched = self._touched(spans)
         records, which = np.unique(touched, return_inverse=True)
-        contents = self._decoded(records)
+        shards, numbers = self._grouped(records)
+        contents = list(itertools.chain.from_iterable(self._threads.map(self._read_shard, shards, numbers)))
 
         tokens = np.empty(int(spans.count.sum()), np.int32)
         written = 0
@@ -81,11 +87,8 @@ class TokenReader:
 
     def places(self, spans: Spans) -> dict[str, list[int]]:
         """The records that `read` would read: shard -> their numbers in it, in order."""
-        found: dict[str, list[int]] = {}
-        for record in np.unique(self._touched(spans)[2]).tolist():
-            shard, number = self._place(record)
-            found.setdefault(shard, []).append(number)
-        return found
+        shards, numbers = self._grouped(np.unique(self._touched(spans)[2]))
+        return {self._shards[shard].path: inside for shard, inside in zip(shards, numbers, strict=True)}
 
     def _touched(self, spans: Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens of its first record before each piece, records of each piece, these records one after the other)."""
@@ -99,36 +102,45 @@ class TokenReader:
         touched = np.repeat(first - (np.cumsum(number) - number), number) + np.arange(number.sum())
         return skip, number, touched
 
-    def _decoded(self, records: np.ndarray) -> list[np.ndarray]:
-        if not len(records):
-            return []
+    def _grouped(self, records: np.ndarray) -> tuple[list[int], list[list[int]]]:
+        """Sorted records as (shards, the numbers in each)."""
+        owner = np.searchsorted(self._first_of_shard, records, side="right") - 1
+        shards, starts = np.unique(owner, return_index=True)
+        inside = np.split(records - self._first_of_shard[owner], starts[1:])
+        return shards.tolist(), [numbers.tolist() for numbers in inside[: len(shards)]]
+
+    def _open_shard(self, shard: int) -> array_record_module.ArrayRecordReader:
+        path = os.fspath(self._directory / self._shards[shard].path)
+        return array_record_module.ArrayRecordReader(
+            path, "readahead_buffer_size:0", file_reader_buffer_size=_FILE_BUFFER_BYTES
+        )
+
+    def _read_shard(self, shard: int, numbers: list[int]) -> list[np.ndarray]:
+        path = self._shards[shard].path
         try:
-            contents = self._records.__getitems__(records.tolist())
-        except Exception as error:  # the library raises bare RuntimeError and ValueError that do not name the file
-            raise DataError(f"{self._culprit(records)} cannot be read: {error}; run python -m data.verify") from error
+            contents = self._open(shard).read(numbers)
+        except (RuntimeError, ValueError, IndexError) as error:  # the library's, which do not say where
+            raise DataError(
+                f"{self._directory / path}, record {self._culprit(shard, numbers)} cannot be read: {error}; "
+                "run python -m data.verify"
+            ) from error
+        decoded = []
+        for number, content in zip(numbers, contents, strict=True):
+            try:
+                decoded.append(decode_record(content, path, number, self._dtype))
+            except ValueError as error:
+                raise DataError(
+                    f"{self._directory / path}, record {number} cannot be read: {error}; run python -m data.verify"
+                ) from None
         with self._lock:
             self.bytes_read += sum(map(len, contents))
-        decoded = []
-        for record, content in zip(records.tolist(), contents, strict=True):
-            shard, number = self._place(record)
-            try:
-                decoded.append(decode_record(content, shard, number, self._dtype))
-            except ValueError as error:
-                raise DataError(f"{self._directory / shard}, record {number}: {error}; run python -m data.verify"
-                                ) from None
         return decoded
 
-    def _place(self, record: int) -> tuple[str, int]:
-        """(shard, number within it) of a record."""
-        shard = bisect.bisect_right(self._first_of_shard, record) - 1
-        return self._shards[shard].path, record - self._first_of_shard[shard]
-
-    def _culprit(self, records: np.ndarray) -> str:
-        """The place of the first record that fails when read alone."""
-        for record in records.tolist():
+    def _culprit(self, shard: int, numbers: list[int]) -> str:
+        """The first record that fails when read alone."""
+        for number in numbers:
             try:
-                self._records[record]
-            except Exception:  # as in _decoded
-                shard, number = self._place(record)
-                return f"{self._directory / shard}, record {number}"
-        return f"{self._directory} (once; not again)"
+                self._open(shard).read([number])
+            except (RuntimeError, ValueError, IndexError):
+                return str(number)
+        return f"{numbers[0]} to {numbers[-1]} (once, not again)"

@@ -1,13 +1,14 @@
 """The stream by arithmetic: which tokens of which documents stand at any place of the training order. Pure numpy.
 
-One source's order is endless: epoch after epoch, each a seeded permutation of its documents, laid end to end. An order is
-looked up, never walked: place -> epoch by division, -> group by a table of group lengths, -> document by binary search
-over the prefix sums of the group. Groups bound the work and the memory of a look-up for corpora of any size: document
-i belongs to group i mod (number of groups), an epoch permutes the groups and the documents within each, so that the whole
-is a permutation of all documents (of one group: an unrestricted one).
+One source's order is endless: epoch after epoch, each a seeded permutation of its documents, laid end to end. An order
+is looked up, never walked: place -> epoch by division, -> group by a table of group lengths, -> document by binary
+search over the prefix sums of the group. Groups bound the work and the memory of a look-up for corpora of any size:
+document i belongs to group i mod (number of groups), an epoch permutes the groups and the documents within each, so
+that the whole is a permutation of all documents (of up to GROUP_DOCUMENTS: an unrestricted one).
 
-Several sources are mixed document by document: the document that begins at place x of source s has the time x / share_s,
-and documents are laid end to end by time. So up to any place each source has its share of the tokens to within a document.
+Several sources are mixed document by document: the document that begins at place x of source s has the time
+x / share_s, and documents are laid end to end by time. So up to any place each source has its share of the tokens to
+within a document.
 """
 
 import bisect
@@ -17,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-GROUP_DOCUMENTS = 1 << 17
+GROUP_DOCUMENTS = 1 << 16
 _SCAN_DOCUMENTS = 1 << 22  # rows of an index looked at together: bounds memory
 
 
@@ -89,8 +90,9 @@ class Selection:
     lengths, hashes: [documents] of the whole source (they may be mapped files). Document numbers stay the source's own.
     """
 
-    def __init__(self, lengths: np.ndarray, hashes: np.ndarray, low: int, high: int,
-                 group_documents: int = GROUP_DOCUMENTS) -> None:
+    def __init__(
+        self, lengths: np.ndarray, hashes: np.ndarray, low: int, high: int, group_documents: int = GROUP_DOCUMENTS
+    ) -> None:
         self._lengths, self._hashes, self._low, self._high = lengths, hashes, low, high
         self.groups = max(1, -(-len(lengths) // group_documents))
         self.group_tokens = np.zeros(self.groups, np.int64)
@@ -116,7 +118,7 @@ class Selection:
 
 
 class Unit(NamedTuple):
-    """One group of one epoch. first: its place in the source's order; starts: int64 [documents + 1], counted from it."""
+    """One group of one epoch. first: its place in the source's order; starts: [documents + 1], counted from there."""
 
     first: int
     documents: np.ndarray
@@ -156,8 +158,9 @@ class SourceOrder:
         at = self._unit_at(max(0, int(time * share) - 1))  # -1: rounding must not skip a document
         while True:
             unit = self._unit(*at)
-            index = bisect.bisect_left(unit.starts, time, hi=len(unit.documents),
-                                       key=lambda start: (unit.first + int(start)) / share)
+            index = bisect.bisect_left(
+                unit.starts, time, hi=len(unit.documents), key=lambda start: (unit.first + int(start)) / share
+            )
             if index < len(unit.documents):
                 return unit.first + int(unit.starts[index])
             at = self._next_unit(*at)
@@ -231,8 +234,13 @@ class CorpusOrder:
         low = int(np.searchsorted(self._starts, start, side="right")) - 1
         high = int(np.searchsorted(self._starts[:-1], stop))
         at = self._starts[low:high] - start
-        laid = Spans(self._source[low:high], self._document[low:high], np.zeros_like(at),
-                     np.diff(self._starts[low : high + 1]), at)
+        laid = Spans(
+            self._source[low:high],
+            self._document[low:high],
+            np.zeros_like(at),
+            np.diff(self._starts[low : high + 1]),
+            at,
+        )
         return laid.clip(0, stop - start)
 
 

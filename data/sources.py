@@ -10,21 +10,26 @@ An input is `[NAME=]PATTERN[,PATTERN...]`: the documents of source NAME (default
                         .npy                  integers: each row of a 2-D array, or a 1-D array (whole, or cut after
                                               each end-of-document id)
                         anything else         a text file is one document
+                        text and JSON files may be compressed (.gz)
 """
 
 import dataclasses
+import functools
 import glob
+import gzip
 import json
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 from etils import epath
 
-from data.manifest import DataError
+from data.manifest import PARTIAL, DataError
 from data.tokenizers import Document
 
 DEFAULT_SOURCE = "main"
@@ -60,6 +65,8 @@ class Part:
 
 # Called with the place ("file:line") and the reason for every document that cannot be used.
 Reject = Callable[[str, str], None]
+# The place of a document, made when it is needed: finding a line's number takes a read of what is before it.
+Place = Callable[[], str]
 
 
 def parse(inputs: str | Sequence[str]) -> dict[str, list[str]]:
@@ -70,6 +77,8 @@ def parse(inputs: str | Sequence[str]) -> dict[str, list[str]]:
         name, patterns = (named[1], named[2]) if named else (DEFAULT_SOURCE, text)
         if not patterns.strip(","):
             raise DataError(f"input {text!r} has no pattern; expected [NAME=]PATTERN[,PATTERN...]")
+        if name == PARTIAL:
+            raise DataError(f"input {text!r}: a source cannot be called {PARTIAL!r}; choose another name")
         found.setdefault(name, []).extend(pattern for pattern in patterns.split(",") if pattern)
     if not found:
         raise DataError("no input; expected [NAME=]PATTERN[,PATTERN...]")
@@ -88,7 +97,7 @@ def parts(patterns: Sequence[str], options: ReadOptions) -> list[Part]:
         else:
             files.update(expand(pattern))
     for path in sorted(files):
-        kind = _SUFFIX_KINDS.get(os.path.splitext(path)[1].lower(), "text")
+        kind = _SUFFIX_KINDS.get(os.path.splitext(path.lower().removesuffix(".gz"))[1], "text")
         found.extend(_CUT[kind](path) if kind in _CUT else [_file_parts(kind, path)])
     return found
 
@@ -103,7 +112,9 @@ def expand(pattern: str) -> list[str]:
     else:
         paths = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
     if not paths:
-        hint = f"; it is a folder: name its files, as in {pattern.rstrip('/')}/**/*.txt" if os.path.isdir(pattern) else ""
+        hint = (
+            f"; it is a folder: name its files, as in {pattern.rstrip('/')}/**/*.txt" if os.path.isdir(pattern) else ""
+        )
         raise DataError(f"input pattern {pattern!r} matches no file{hint}")
     return sorted(paths)
 
@@ -117,14 +128,23 @@ def stdlib_files() -> list[str]:
         names.extend(Path(folder, file).relative_to(root).as_posix() for file in files if file.endswith(".py"))
     paths = [str(root / name) for name in sorted(names) if (root / name).stat().st_size]
     if not paths:
-        raise DataError(f"source 'stdlib': {root} holds no .py files; this Python came without its sources, "
-                        "name other text files")
+        raise DataError(
+            f"source 'stdlib': {root} holds no .py files; this Python came without its sources, name other text files"
+        )
     return paths
 
 
-def documents(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[str, Document]]:
-    """(place, document) of every usable document of a part, in order; the others go to `reject`."""
+def documents(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[Place, Document]]:
+    """(place, document) of every usable document of a part, in order; the others go to `reject`.
+
+    Raises DataError if the whole part cannot be used, whatever `reject` does: a wrong column or feature name.
+    """
     return _READ[part.kind](part, options, reject)
+
+
+def _open(path: str) -> IO[bytes] | gzip.GzipFile:
+    file = epath.Path(path).open("rb")
+    return gzip.open(file) if path.endswith(".gz") else file
 
 
 def _size(path: str) -> int:
@@ -139,10 +159,11 @@ def _file_parts(kind: str, path: str) -> Part:
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-def _read_text(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[str, Document]]:
-    text = epath.Path(part.path).read_bytes()
+def _read_text(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[Place, Document]]:
+    with _open(part.path) as file:
+        text = file.read()
     if text:
-        yield part.path, text
+        yield lambda: part.path, text
     else:
         reject(part.path, "the file is empty")
 
@@ -152,25 +173,31 @@ def _read_text(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tup
 
 def _cut_lines(path: str) -> list[Part]:
     size = _size(path)
+    if path.endswith(".gz"):  # cannot be entered in the middle
+        return [Part("jsonl", path, 0, sys.maxsize, size)]
     starts = range(0, max(size, 1), PART_BYTES)
-    return [Part("jsonl", path, start, min(start + PART_BYTES, size), min(PART_BYTES, size - start)) for start in starts]
+    return [
+        Part("jsonl", path, start, min(start + PART_BYTES, size), min(PART_BYTES, size - start)) for start in starts
+    ]
 
 
-def _read_lines(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[str, Document]]:
-    if part.stop == 0:
-        reject(part.path, "the file is empty")
-    with epath.Path(part.path).open("rb") as file:
+def _read_lines(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[Place, Document]]:
+    with _open(part.path) as file:
         if part.start:
             file.seek(part.start - 1)
             file.readline()  # the line that began before this part is the previous part's
-        while (begin := file.tell()) < part.stop:
-            line = file.readline()
+        elif not file.read(1):
+            reject(part.path, "the file is empty")
+        else:
+            file.seek(0)
+        while (begin := file.tell()) < part.stop and (line := file.readline()):
             if not line.strip():
                 continue
+            place = functools.partial(_line, part.path, begin)
             try:
-                yield f"{part.path}, byte {begin}", _field(line, options.text_field)
+                yield place, _field(line, options.text_field)
             except ValueError as error:
-                reject(f"{part.path}:{_line_number(part.path, begin)}", str(error))
+                reject(place(), str(error))
 
 
 def _field(line: bytes, name: str) -> Document:
@@ -194,14 +221,15 @@ def as_document(value: object) -> Document:
     return value
 
 
-def _line_number(path: str, position: int) -> int:
-    with epath.Path(path).open("rb") as file:
+def _line(path: str, position: int) -> str:
+    """ "PATH:N" of the line that begins at a byte."""
+    with _open(path) as file:
         number = 1
         while position:
             block = file.read(min(position, 1 << 20))
             position -= len(block)
             number += block.count(b"\n")
-    return number
+    return f"{path}:{number}"
 
 
 # ---- Parquet ---------------------------------------------------------------------------------------------------------
@@ -211,7 +239,10 @@ def _cut_row_groups(path: str) -> list[Part]:
     import pyarrow.parquet  # here and below: readers of one format do not cost the others their import
 
     try:
-        with epath.Path(path).open("rb") as file, pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:
+        with (
+            epath.Path(path).open("rb") as file,
+            pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table,
+        ):
             metadata = table.metadata
             sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     except (pyarrow.ArrowException, OSError) as error:
@@ -219,27 +250,35 @@ def _cut_row_groups(path: str) -> list[Part]:
     return [Part("parquet", path, group, group + 1, size) for group, size in enumerate(sizes)]
 
 
-def _read_row_groups(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[str, Document]]:
+def _read_row_groups(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[Place, Document]]:
     import pyarrow.parquet
 
-    with epath.Path(part.path).open("rb") as file, pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:
+    with (
+        epath.Path(part.path).open("rb") as file,
+        pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table,
+    ):
         if options.text_field not in table.schema_arrow.names:
-            raise DataError(f"{part.path} has no column {options.text_field!r} (--text_field); it has "
-                            f"{', '.join(table.schema_arrow.names)}")
+            raise DataError(
+                f"{part.path} has no column {options.text_field!r} (--text_field); it has "
+                f"{', '.join(table.schema_arrow.names)}"
+            )
         row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
         try:
-            for batch in table.iter_batches(64, row_groups=[*range(part.start, part.stop)],
-                                            columns=[options.text_field]):
+            for batch in table.iter_batches(
+                64, row_groups=[*range(part.start, part.stop)], columns=[options.text_field]
+            ):
                 for value in batch.column(0).to_pylist():
-                    place = f"{part.path}, row {row}"
+                    place = functools.partial("{}, row {}".format, part.path, row)
                     row += 1
                     try:
                         yield place, as_document(value)
                     except ValueError as error:
-                        reject(place, str(error))
+                        reject(place(), str(error))
         except (pyarrow.ArrowException, OSError) as error:
-            reject(f"{part.path}, row {row} and the rest of its row group",
-                   f"column {options.text_field!r} cannot be read: {error}")
+            reject(
+                f"{part.path}, row {row} and the rest of its row group",
+                f"column {options.text_field!r} cannot be read: {error}",
+            )
 
 
 # ---- arrays of token ids ---------------------------------------------------------------------------------------------
@@ -251,8 +290,10 @@ def _cut_rows(path: str) -> list[Part]:
         return [Part("array", path, 0, 1, array.nbytes)]
     row = array.shape[1] * array.itemsize
     step = max(1, PART_BYTES // max(1, row))
-    return [Part("array", path, start, min(start + step, len(array)), row * min(step, len(array) - start))
-            for start in range(0, len(array), step)]
+    return [
+        Part("array", path, start, min(start + step, len(array)), row * min(step, len(array) - start))
+        for start in range(0, len(array), step)
+    ]
 
 
 def _open_array(path: str) -> np.ndarray:
@@ -269,35 +310,37 @@ def _open_array(path: str) -> np.ndarray:
     return array
 
 
-def _read_rows(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[str, Document]]:
+def _read_rows(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[Place, Document]]:
     array = _open_array(part.path)
     if array.ndim == 2:
-        rows = ((f"{part.path}, row {row}", array[row]) for row in range(part.start, part.stop))
+        rows = (
+            (functools.partial("{}, row {}".format, part.path, row), array[row]) for row in range(part.start, part.stop)
+        )
     else:
         rows = _cut_at(array, options.end_of_document, part.path)
     for place, row in rows:
         if len(row):
             yield place, row
         else:
-            reject(place, "the document is empty")
+            reject(place(), "the document is empty")
 
 
-def _cut_at(array: np.ndarray, end_of_document: int | None, path: str) -> Iterator[tuple[str, np.ndarray]]:
+def _cut_at(array: np.ndarray, end_of_document: int | None, path: str) -> Iterator[tuple[Place, np.ndarray]]:
     """The documents of one long array, their end-of-document ids left out; found block by block."""
     begin, block = 0, 1 << 22
     if end_of_document is not None:
         for low in range(0, len(array), block):
             for end in low + np.flatnonzero(array[low : low + block] == end_of_document):
-                yield f"{path}, token {begin}", array[begin:end]
+                yield functools.partial("{}, token {}".format, path, begin), array[begin:end]
                 begin = int(end) + 1
     if begin < len(array) or not len(array):
-        yield f"{path}, token {begin}", array[begin:]
+        yield functools.partial("{}, token {}".format, path, begin), array[begin:]
 
 
 # ---- TensorFlow datasets ---------------------------------------------------------------------------------------------
 
 
-def _tfds_source(pattern: str, options: ReadOptions):
+def _tfds_source(pattern: str, options: ReadOptions) -> Any:
     import tensorflow_datasets as tfds
 
     name, _, split = pattern.removeprefix("tfds:").rpartition("/")
@@ -306,8 +349,10 @@ def _tfds_source(pattern: str, options: ReadOptions):
     try:
         return tfds.data_source(name, split=split, data_dir=options.tfds_directory, download=False)
     except Exception as error:  # tfds raises many kinds, none of them its own
-        raise DataError(f"input {pattern!r} cannot be opened in {options.tfds_directory or 'the default folder'} "
-                        f"(--tfds_directory): {str(error).strip().splitlines()[0]}") from error
+        raise DataError(
+            f"input {pattern!r} cannot be opened in {options.tfds_directory or 'the default folder'} "
+            f"(--tfds_directory): {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def _tfds_parts(pattern: str, options: ReadOptions) -> list[Part]:
@@ -318,24 +363,32 @@ def _tfds_parts(pattern: str, options: ReadOptions) -> list[Part]:
     info = source.dataset_info
     size = max(1, info.dataset_size // sum(split.num_examples for split in info.splits.values()))
     step = max(1, PART_BYTES // size)
-    return [Part("tfds", pattern, start, min(start + step, count), size * min(step, count - start))
-            for start in range(0, count, step)]
+    return [
+        Part("tfds", pattern, start, min(start + step, count), size * min(step, count - start))
+        for start in range(0, count, step)
+    ]
 
 
-def _read_examples(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[str, Document]]:
+def _read_examples(part: Part, options: ReadOptions, reject: Reject) -> Iterator[tuple[Place, Document]]:
     source = _tfds_source(part.path, options)
     for example in range(part.start, part.stop):
-        place = f"{part.path}, example {example}"
+        place = functools.partial("{}, example {}".format, part.path, example)
         fields = source[example]
         if not isinstance(fields, dict) or options.text_field not in fields:
-            raise DataError(f"{place} has no feature {options.text_field!r} (--text_field); it has "
-                            f"{', '.join(sorted(fields))}")
+            raise DataError(
+                f"{place()} has no feature {options.text_field!r} (--text_field); it has {', '.join(sorted(fields))}"
+            )
         try:
             yield place, as_document(fields[options.text_field])
         except ValueError as error:
-            reject(place, str(error))
+            reject(place(), str(error))
 
 
 _CUT = {"jsonl": _cut_lines, "parquet": _cut_row_groups, "array": _cut_rows}
-_READ = {"text": _read_text, "jsonl": _read_lines, "parquet": _read_row_groups, "array": _read_rows,
-         "tfds": _read_examples}
+_READ = {
+    "text": _read_text,
+    "jsonl": _read_lines,
+    "parquet": _read_row_groups,
+    "array": _read_rows,
+    "tfds": _read_examples,
+}

@@ -95,13 +95,30 @@ class Stream:
         return {"tokens": seen[:, :-1], "targets": seen[:, 1:]} | fields
 
 
-def open_stream(data: DataConfig, directory: os.PathLike[str] | str, *, seq_len: int, global_batch: int, seed: int,
-                split: Split = "train") -> Stream:
+def open_stream(
+    data: DataConfig,
+    directory: os.PathLike[str] | str,
+    *,
+    seq_len: int,
+    global_batch: int,
+    seed: int,
+    split: Split = "train",
+) -> Stream:
     """The stream of a prepared directory under the config's `data` section. Raises DataError."""
-    return Stream(StreamOptions(
-        directory=os.fspath(directory), tokenizer=data.tokenizer, documents=data.documents, weights=data.weights,
-        whole_documents=data.whole_documents, holdout=data.holdout, seq_len=seq_len, global_batch=global_batch, seed=seed,
-        split=split))
+    return Stream(
+        StreamOptions(
+            directory=os.fspath(directory),
+            tokenizer=data.tokenizer,
+            documents=data.documents,
+            weights=data.weights,
+            whole_documents=data.whole_documents,
+            holdout=data.holdout,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            seed=seed,
+            split=split,
+        )
+    )
 
 
 def check_tokenizer(manifest: prepared.Manifest, options: StreamOptions) -> None:
@@ -109,9 +126,11 @@ def check_tokenizer(manifest: prepared.Manifest, options: StreamOptions) -> None
     entry = manifest.tokenizer
     wanted = tokenizers.load(options.tokenizer, entry.end_of_document)
     if wanted.fingerprint != entry.fingerprint:
-        raise DataError(f"{options.directory} was prepared with tokenizer {entry.spec!r} (fingerprint "
-                        f"{entry.fingerprint}), data.tokenizer={options.tokenizer!r} has {wanted.fingerprint}: name the "
-                        "same tokenizer or prepare the data again")
+        raise DataError(
+            f"{options.directory} was prepared with tokenizer {entry.spec!r} (fingerprint "
+            f"{entry.fingerprint}), data.tokenizer={options.tokenizer!r} has {wanted.fingerprint}: name the "
+            "same tokenizer or prepare the data again"
+        )
 
 
 def make_order(manifest: prepared.Manifest, indexes: list[np.ndarray], options: StreamOptions) -> slices.Order:
@@ -124,14 +143,16 @@ def make_order(manifest: prepared.Manifest, indexes: list[np.ndarray], options: 
         total = sum(len(index) for index in indexes)
         raise DataError(
             f"data.holdout={options.holdout} leaves none of the {total} documents of {options.directory} in the "
-            f"{options.split} part; change it or prepare more documents")
+            f"{options.split} part; change it or prepare more documents"
+        )
     if options.split == "heldout":
         return slices.CorpusOrder(selections)
     shares = token_shares(options.weights, tokens)
     chosen = [number for number, source in enumerate(manifest.sources) if shares.get(source.name)]
     return slices.MixedOrder(
         [slices.SourceOrder(selections[number], number, options.seed) for number in chosen],
-        [shares[manifest.sources[number].name] for number in chosen])
+        [shares[manifest.sources[number].name] for number in chosen],
+    )
 
 
 def token_shares(weights: str, tokens: Mapping[str, int]) -> dict[str, float]:

@@ -48,8 +48,10 @@ def load(spec: str, end_of_document: str | None = None) -> Tokenizer:
     """
     if spec == "bytes":
         if end_of_document:
-            raise DataError(f"end_of_document={end_of_document!r}: the byte tokenizer's is the id {BYTES_END}; "
-                            "leave it out, or give '' for none")
+            raise DataError(
+                f"end_of_document={end_of_document!r}: the byte tokenizer's is the id {BYTES_END}; "
+                "leave it out, or give '' for none"
+            )
         return ByteTokenizer(None if end_of_document == "" else BYTES_END)
     if spec.startswith("ids:"):
         return IdTokenizer(spec, end_of_document or None)
@@ -98,8 +100,9 @@ class IdTokenizer:
         wrong = (document < 0) | (document >= self.vocab_size)
         if wrong.any():
             place = int(np.argmax(wrong))
-            raise ValueError(f"token id {document[place]} at token {place} is outside the vocabulary of "
-                             f"{self.vocab_size}")
+            raise ValueError(
+                f"token id {document[place]} at token {place} is outside the vocabulary of {self.vocab_size}"
+            )
         return document.astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -122,8 +125,9 @@ class JsonTokenizer:
         self.end_of_document = None
         if end_of_document:
             if end_of_document not in ids:
-                raise DataError(f"end_of_document={end_of_document!r} is not a token of {path!r}; name one that is, "
-                                "or '' for none")
+                raise DataError(
+                    f"end_of_document={end_of_document!r} is not a token of {path!r}; name one that is, or '' for none"
+                )
             self.end_of_document = ids[end_of_document]
         self.fingerprint = _fingerprint("json", hashlib.sha256(definition).hexdigest(), self.end_of_document)
 

@@ -1,7 +1,7 @@
 """Read a whole prepared directory and check it: python -m data.verify DIR
 
-Checks every file against its checksum, every record against its own, every document's length against the index and every
-token id against the vocabulary. Names all faults. Exit status: 0 sound, 1 a bug, 2 damaged.
+Checks every file against its checksum, every record against its own, every document's length against the index and
+every token id against the vocabulary. Names all faults. Exit status: 0 sound, 1 a bug, 2 damaged.
 """
 
 import argparse
@@ -48,8 +48,10 @@ def _index_faults(source: SourceEntry, index: np.ndarray, record_tokens: int) ->
     records = -(-lengths // record_tokens)
     found = (len(index), int(lengths.sum()), int(records.sum()))
     if found != (source.documents, source.tokens, source.records):
-        yield (f"{source.index.path} counts {found} documents, tokens and records, the manifest "
-               f"{(source.documents, source.tokens, source.records)}")
+        yield (
+            f"{source.index.path} counts {found} documents, tokens and records, the manifest "
+            f"{(source.documents, source.tokens, source.records)}"
+        )
     if not np.array_equal(index["record"], np.cumsum(records) - records):
         yield f"{source.index.path}: its record numbers do not follow from its lengths"
 
@@ -77,20 +79,27 @@ def _shard_faults(directory: epath.Path, shard: ShardEntry, lengths: np.ndarray,
                 if len(tokens) != expected[number]:
                     yield f"{path}, record {number} has {len(tokens)} tokens, the index asks for {expected[number]}"
                 elif tokens.max() >= manifest.tokenizer.vocab_size:
-                    yield (f"{path}, record {number} has token id {tokens.max()}, the vocabulary is "
-                           f"{manifest.tokenizer.vocab_size}")
+                    yield (
+                        f"{path}, record {number} has token id {tokens.max()}, the vocabulary is "
+                        f"{manifest.tokenizer.vocab_size}"
+                    )
     finally:
         reader.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.verify", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m data.verify",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("directory")
     arguments = parser.parse_args(argv)
     count = 0
-    for count, fault in enumerate(faults(arguments.directory), 1):
+    for fault in faults(arguments.directory):
         print(fault)
+        count += 1
     if count:
         print(f"{arguments.directory} is damaged: {count} faults")
         return 2

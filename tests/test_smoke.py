@@ -146,4 +146,4 @@ def test_not_finite_stops_with_its_own_status(command, tmp_path):
     assert done.returncode == 3, done.stderr
     assert "not finite" in done.stderr and "3 in a row" in done.stderr
     bad = [line for line in metrics(tmp_path) if line.get("nonfinite_steps")]
-    assert len(bad) == 3 and bad[0]["loss"] is None
+    assert len(bad) == 3 and bad[0]["grad_norm"] is None

@@ -49,19 +49,21 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def exclusive_scan(local: AffineMap, axis_name: AxisName, initial_state: jax.Array | None = None) -> jax.Array:
+def exclusive_scan(local, axis_name, initial_state=None, reverse=False):
     """The state that enters this rank's part of the sequence (stage 1: plain form)."""
     size = axis_size(axis_name)
     rank = lax.axis_index(axis_name)
+    sign = -1 if reverse else 1
+    rank = size - 1 - rank if reverse else rank
     a, b = local
     if initial_state is not None:
         b = jnp.where(rank == 0, matmul(a, initial_state) + b, b)
     d = 1
     while d < size - 1:
-        a_in, b_in = neighbour_permute(a, axis_name, d), neighbour_permute(b, axis_name, d)
+        a_in, b_in = neighbour_permute(a, axis_name, sign * d), neighbour_permute(b, axis_name, sign * d)
         has = rank >= d
         b = jnp.where(has, matmul(a, b_in) + b, b)
         a = jnp.where(has, matmul(a, a_in), a)
         d *= 2
-    state = neighbour_permute(b, axis_name, 1)
+    state = neighbour_permute(b, axis_name, sign)
     return state if initial_state is None else jnp.where(rank == 0, initial_state, state)

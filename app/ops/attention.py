@@ -8,12 +8,18 @@ ids is not assumed (skipping looks at ranges of them, and finds most when they a
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from app.ops.attention_xla import XlaKernel
+from app.ops.pallas.attention import PallasKernel
+
+# "pallas_interpret" runs the TPU kernel's program on any platform: for tests.
+KernelName = Literal["xla", "pallas", "pallas_interpret"]
+Kernel = XlaKernel | PallasKernel
 
 # Names of the residuals that a rematerialisation policy has to keep: recomputing them reruns the whole forward pass.
 OUT_NAME = "attention_out"
@@ -28,17 +34,18 @@ def causal_attention(
     segment_ids: jax.Array | None = None,
     scale: float | None = None,
     block_size: int = 512,
+    kernel: KernelName = "xla",
 ) -> jax.Array:
     """Softmax attention of every token to itself and the earlier tokens of its document; [B,T,H,V] in q's dtype.
 
-    segment_ids: int32 [B,T], 0 is padding; None: one document. scale None: K^-0.5. block_size: tokens of a block at most
-    (a length that it does not divide is cut into equal blocks and padded by less than a token a block).
-    First derivatives only. Raises ValueError for shapes that do not fit together.
+    segment_ids: int32 [B,T], 0 is padding; None: one document. scale None: K^-0.5. block_size: tokens of a block of
+    the xla kernel at most (a length that it does not divide is cut into equal blocks and padded by less than a token a
+    block); the pallas kernel chooses its own. First derivatives only.
+    Raises ValueError for shapes that do not fit together or not the kernel.
     """
     check_shapes(q_BTHK, k_BTGK, v_BTGV, segment_ids)
-    T, H, K = q_BTHK.shape[1:]
-    kernel = XlaKernel(T, 1, H // k_BTGK.shape[2], K**-0.5 if scale is None else float(scale), block_size)
-    out_BHTV = _causal(*(jnp.swapaxes(x, 1, 2) for x in (q_BTHK, k_BTGK, v_BTGV)), segment_ids, kernel)
+    chosen = make_kernel(kernel, q_BTHK, k_BTGK, parts=1, scale=scale, block_size=block_size)
+    out_BHTV = _causal(*(jnp.swapaxes(x, 1, 2) for x in (q_BTHK, k_BTGK, v_BTGV)), segment_ids, chosen)
     return jnp.swapaxes(out_BHTV, 1, 2)
 
 
@@ -55,6 +62,39 @@ def check_shapes(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, segmen
         raise ValueError(f"q, k and v must have one dtype, got {q_BTHK.dtype}, {k_BTGK.dtype}, {v_BTGV.dtype}")
     if segment_ids is not None and segment_ids.shape != q_BTHK.shape[:2]:
         raise ValueError(f"segment_ids {segment_ids.shape} must be [B,T] = {q_BTHK.shape[:2]}")
+
+
+def resolve_kernel(name: str, platform: str) -> KernelName:
+    """The kernel that a config's "auto" | "xla" | "pallas" means on a platform ("tpu", "cpu", "gpu").
+
+    Raises ValueError for another name, or for "pallas" where there is no TPU.
+    """
+    if name not in ("auto", "xla", "pallas"):
+        raise ValueError(f"the attention kernel is 'auto', 'xla' or 'pallas', not {name!r}")
+    if name == "pallas" and platform != "tpu":
+        raise ValueError(f"the pallas attention kernel runs on TPUs, not on {platform!r}: choose 'auto' or 'xla'")
+    if name == "auto":
+        return "pallas" if platform == "tpu" else "xla"
+    return "pallas" if name == "pallas" else "xla"
+
+
+def make_kernel(
+    name: KernelName, q_BTHK: jax.Array, k_BTGK: jax.Array, *, parts: int, scale: float | None, block_size: int
+) -> Kernel:
+    """The block products for these operands, `parts` parts of the tokens at a time.
+
+    Raises ValueError for an unknown name, a scale that is not positive, or shapes that the kernel cannot take.
+    """
+    T, H, K = q_BTHK.shape[1:]
+    scale = K**-0.5 if scale is None else float(scale)
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be positive")
+    ratio = H // k_BTGK.shape[2]
+    if name == "xla":
+        return XlaKernel(T, parts, ratio, scale, block_size)
+    if name in ("pallas", "pallas_interpret"):
+        return PallasKernel(T, parts, ratio, scale, interpret=name == "pallas_interpret")
+    raise ValueError(f"kernel={name!r} must be 'xla', 'pallas' or 'pallas_interpret'")
 
 
 def named(out_BHTV: jax.Array, lse_BHT: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:

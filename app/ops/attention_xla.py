@@ -284,15 +284,15 @@ class _Place(NamedTuple):
 
 def share_documents(query_ids_BM: jax.Array, key_ids_BC: jax.Array) -> jax.Array:
     """bool []: False if in no row of the batch the ranges of document ids meet, so that no query sees any key."""
-    (first_query, last_query), (first_key, last_key) = _document_range(query_ids_BM), _document_range(key_ids_BC)
+    (first_query, last_query), (first_key, last_key) = document_range(query_ids_BM), document_range(key_ids_BC)
     return jnp.any((first_query <= last_key) & (first_key <= last_query))
 
 
-def _document_range(ids_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(smallest, largest) document id of each row, [B] each; a row of padding gives an empty range."""
-    document, limits = ids_BS > 0, jnp.iinfo(ids_BS.dtype)
-    smallest = jnp.min(jnp.where(document, ids_BS, limits.max), axis=-1)
-    return smallest, jnp.max(jnp.where(document, ids_BS, limits.min), axis=-1)
+def document_range(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(smallest, largest) document id over the last dim; padding alone gives an empty range."""
+    document, limits = ids > 0, jnp.iinfo(ids.dtype)
+    smallest = jnp.min(jnp.where(document, ids, limits.max), axis=-1)
+    return smallest, jnp.max(jnp.where(document, ids, limits.min), axis=-1)
 
 
 def _dot(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:

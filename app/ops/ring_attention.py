@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from app.ops.attention import check_shapes, named
-from app.ops.attention_xla import KeyGradients, Keys, XlaKernel
+from app.ops.attention import Kernel, KernelName, check_shapes, make_kernel, named
+from app.ops.attention_xla import KeyGradients, Keys
 from app.ops.zigzag import AxisName
 
 Layout = Literal["zigzag", "contiguous"]
@@ -46,18 +46,19 @@ def ring_attention(
     scale: float | None = None,
     kind: Literal["ring", "all_gather"] = "ring",
     block_size: int = 512,
+    kernel: KernelName = "xla",
 ) -> jax.Array:
     """This rank's part of causal attention over the whole sequence, [B,T,H,V] in q's dtype.
 
     Under shard_map(check_vma=False). q, k, v and segment_ids [B,T] are the rank's part in the order that `layout` names;
     `axis_name` is the mesh axis of the sequence, or several, the first the major one. segment_ids: documents are numbered
     within a row over all ranks, 0 is padding; None: one document. scale None: K^-0.5. kind "all_gather" holds the K and V
-    of all ranks at once: for few ranks. block_size: see `causal_attention`.
+    of all ranks at once: for few ranks. block_size, kernel: see `causal_attention`.
     First derivatives only; a rank's gradients of its own k and v are complete (no sum over ranks is missing).
     Raises ValueError for shapes that do not fit together, an unknown layout or kind, or tokens that cannot be halved.
     """
     check_shapes(q_BTHK, k_BTGK, v_BTGV, segment_ids)
-    T, H, K = q_BTHK.shape[1:]
+    T = q_BTHK.shape[1]
     parts = {"zigzag": 2, "contiguous": 1}.get(layout)
     if parts is None:
         raise ValueError(f"layout={layout!r} must be 'zigzag' or 'contiguous'")
@@ -65,15 +66,15 @@ def ring_attention(
         raise ValueError(f"kind={kind!r} must be 'ring' or 'all_gather'")
     if T % parts:
         raise ValueError(f"zigzag attention halves each rank's tokens: {T} of them is an odd number")
-    kernel = XlaKernel(T, parts, H // k_BTGK.shape[2], K**-0.5 if scale is None else float(scale), block_size)
-    plan = _Plan(kernel, axis_name, kind)
+    chosen = make_kernel(kernel, q_BTHK, k_BTGK, parts=parts, scale=scale, block_size=block_size)
+    plan = _Plan(chosen, axis_name, kind)
     out_BHTV = _attend(*(jnp.swapaxes(x, 1, 2) for x in (q_BTHK, k_BTGK, v_BTGV)), segment_ids, plan)
     return jnp.swapaxes(out_BHTV, 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    kernel: XlaKernel
+    kernel: Kernel
     axis_name: AxisName
     kind: str
 
@@ -127,10 +128,7 @@ def _visit_ring(plan: _Plan, visit: Visit, state: Any, keys: Keys) -> tuple[Any,
     zigzag = plan.kernel.parts == 2
     coming = send(keys) if size > 1 else keys
 
-    state, gradients = visit(state, keys, _table([(part, part) for part in range(plan.kernel.parts)]), "diagonal")
-    if zigzag:
-        state, more = visit(state, keys, _table([(1, 0)]), "full")
-        gradients = _sum(gradients, more)
+    state, gradients = _visit_own(plan, visit, state, keys)
     if size == 1:
         return state, gradients
 
@@ -153,17 +151,35 @@ def _visit_ring(plan: _Plan, visit: Visit, state: Any, keys: Keys) -> tuple[Any,
 
 
 def _visit_gathered(plan: _Plan, visit: Visit, state: Any, keys: Keys) -> tuple[Any, Any]:
-    """The same with the keys of all ranks in one place; part p of rank r is part r * parts + p of them."""
-    size, rank, parts = lax.axis_size(plan.axis_name), lax.axis_index(plan.axis_name), plan.kernel.parts
-    keys = jax.tree.map(lambda x: lax.all_gather(x, plan.axis_name, axis=0, tiled=True), keys)
-    own = jnp.arange(parts, dtype=jnp.int32)
-    state, gradients = visit(state, keys, jnp.stack([own, rank * parts + own], axis=1), "diagonal")
-    products = _gathered_products(parts == 2, rank, size)
-    if len(products):
-        state, more = visit(state, keys, products, "full", parts == 1)
-        gradients = _sum(gradients, more)
-    scatter = functools.partial(lax.psum_scatter, axis_name=plan.axis_name, scatter_dimension=0, tiled=True)
-    return state, jax.tree.map(scatter, gradients)
+    """The same with the keys of all ranks here at once, and their gradients summed at the end."""
+    size, rank = lax.axis_size(plan.axis_name), lax.axis_index(plan.axis_name)
+    state, own = _visit_own(plan, visit, state, keys)
+    if size == 1:
+        return state, own
+    gathered = jax.tree.map(lambda x: lax.all_gather(x, plan.axis_name), keys)
+    zigzag = plan.kernel.parts == 2
+
+    def body(carry, s):
+        state, gradients = carry
+        source = (rank - s) % size
+        keys = jax.tree.map(lambda x: x[source], gathered)
+        state, more = visit(state, keys, _ring_products(zigzag, rank, source), "full", not zigzag)
+        return (state, _put(gradients, more, source)), None
+
+    everywhere = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), own)
+    carry = state, _put(everywhere, own, rank)
+    (state, gradients), _ = lax.scan(body, carry, jnp.arange(1, size, dtype=jnp.int32))
+    return state, jax.tree.map(lambda x: lax.psum_scatter(x, plan.axis_name), gradients)
+
+
+def _visit_own(plan: _Plan, visit: Visit, state: Any, keys: Keys) -> tuple[Any, Any]:
+    """Causal attention inside the rank."""
+    parts = range(plan.kernel.parts)
+    state, gradients = visit(state, keys, jnp.array([(part, part) for part in parts], jnp.int32), "diagonal")
+    if len(parts) == 1:
+        return state, gradients
+    state, more = visit(state, keys, jnp.array([(1, 0)], jnp.int32), "full")
+    return state, _sum(gradients, more)
 
 
 def _ring_products(zigzag: bool, rank: jax.Array, source: jax.Array) -> jax.Array:
@@ -175,23 +191,6 @@ def _ring_products(zigzag: bool, rank: jax.Array, source: jax.Array) -> jax.Arra
     return jnp.stack([jnp.int32(1), jnp.int32(0), both, both]).reshape(2, 2)
 
 
-def _gathered_products(zigzag: bool, rank: jax.Array, size: int) -> jax.Array:
-    """(query part, key part among those of all ranks) [n,2] of the whole products of a rank; -1: nothing to see."""
-    if not zigzag:
-        block = jnp.arange(size - 1, dtype=jnp.int32)
-        return jnp.stack([jnp.zeros_like(block), jnp.where(block < rank, block, -1)], axis=1)
-    n = jnp.arange(2 * size - 1, dtype=jnp.int32)
-    high = n >= rank  # the low queries see `rank` half-blocks before their own, the high ones 2P-1-rank
-    half_block = jnp.where(high, n - rank, n)
-    key_is_high = half_block >= size
-    holder = jnp.where(key_is_high, 2 * size - 1 - half_block, half_block)
-    return jnp.stack([high.astype(jnp.int32), 2 * holder + key_is_high.astype(jnp.int32)], axis=1)
-
-
-def _table(products: list[tuple[int, int]]) -> jax.Array:
-    return jnp.array(products, jnp.int32)
-
-
 def _send_on(axis_name: AxisName, tree: Any) -> Any:
     """Every rank's `tree` to the next rank, the last one's to the first."""
     size = lax.axis_size(axis_name)
@@ -201,3 +200,7 @@ def _send_on(axis_name: AxisName, tree: Any) -> Any:
 
 def _sum(x: Any, y: Any) -> Any:
     return jax.tree.map(jnp.add, x, y)
+
+
+def _put(everywhere: Any, here: Any, at: jax.Array) -> Any:
+    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, at, 0), everywhere, here)

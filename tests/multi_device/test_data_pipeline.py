@@ -25,9 +25,20 @@ def stream(tmp_path_factory):
         (folder / f"{number}.txt").write_bytes(rng.integers(32, 127, length).astype(np.uint8).tobytes())
     prepare.prepare(f"{folder}/*.txt", folder / "out")
     assert manifest.is_prepared(folder / "out")
-    return Stream(StreamOptions(
-        directory=str(folder / "out"), tokenizer="bytes", documents="separate", weights="", whole_documents=False,
-        holdout=0.0, seq_len=SHAPE[1], global_batch=SHAPE[0], seed=0, split="train"))
+    return Stream(
+        StreamOptions(
+            directory=str(folder / "out"),
+            tokenizer="bytes",
+            documents="separate",
+            weights="",
+            whole_documents=False,
+            holdout=0.0,
+            seq_len=SHAPE[1],
+            global_batch=SHAPE[0],
+            seed=0,
+            split="train",
+        )
+    )
 
 
 def mesh_of(sizes):

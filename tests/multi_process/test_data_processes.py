@@ -16,8 +16,14 @@ from tests.multi_process.data_worker import digest
 
 ROWS, TOKENS = 4, 256
 # Processes and mesh (data, fsdp, context, expert, tensor) of each part of the run, three steps a part.
-PARTS = [(1, (1, 1, 1, 1, 1)), (2, (1, 1, 2, 1, 1)), (4, (2, 1, 1, 2, 1)), (8, (1, 1, 8, 1, 1)), (4, (1, 2, 2, 1, 1)),
-         (2, (2, 1, 1, 1, 1))]
+PARTS = [
+    (1, (1, 1, 1, 1, 1)),
+    (2, (1, 1, 2, 1, 1)),
+    (4, (2, 1, 1, 2, 1)),
+    (8, (1, 1, 8, 1, 1)),
+    (4, (1, 2, 2, 1, 1)),
+    (2, (2, 1, 1, 1, 1)),
+]
 STEPS = 3
 
 
@@ -30,9 +36,15 @@ def free_port() -> int:
 def run(processes: int, work: str) -> list[dict]:
     address = f"localhost:{free_port()}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    started = [subprocess.Popen([sys.executable, "-m", "tests.multi_process.data_worker", address, str(processes),
-                                 str(process), work], env=environment, stdout=subprocess.PIPE, text=True)
-               for process in range(processes)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.multi_process.data_worker", address, str(processes), str(process), work],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(processes)
+    ]
     outputs = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0] * processes
     return [json.loads(output.splitlines()[-1]) for output in outputs]
@@ -45,8 +57,17 @@ def test_the_global_batch_does_not_depend_on_the_number_of_processes(tmp_path):
         (tmp_path / f"{number}.txt").write_bytes(rng.integers(32, 127, length).astype(np.uint8).tobytes())
     prepare.prepare(f"{tmp_path}/*.txt", tmp_path / "out")
     options = StreamOptions(
-        directory=str(tmp_path / "out"), tokenizer="bytes", documents="separate", weights="", whole_documents=False,
-        holdout=0.0, seq_len=TOKENS, global_batch=ROWS, seed=5, split="train")
+        directory=str(tmp_path / "out"),
+        tokenizer="bytes",
+        documents="separate",
+        weights="",
+        whole_documents=False,
+        holdout=0.0,
+        seq_len=TOKENS,
+        global_batch=ROWS,
+        seed=5,
+        split="train",
+    )
     stream = Stream(options)
     for part, (processes, sizes) in enumerate(PARTS):
         start, stop = part * STEPS, (part + 1) * STEPS

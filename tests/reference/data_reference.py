@@ -39,8 +39,9 @@ def endless(chosen: Sequence[int], groups: int, seed: int, source: int) -> Itera
         yield from epoch_order(chosen, groups, seed, source, epoch)
 
 
-def mixed(sources: Sequence[Iterable[int]], lengths: Sequence[Sequence[int]], shares: Sequence[float]
-          ) -> Iterator[tuple[int, int]]:
+def mixed(
+    sources: Sequence[Iterable[int]], lengths: Sequence[Sequence[int]], shares: Sequence[float]
+) -> Iterator[tuple[int, int]]:
     """(source, document) by the time at which the document begins: tokens of the source before it / its share."""
     walks = [iter(source) for source in sources]
     waiting = [(0.0, number, 0, next(walk)) for number, walk in enumerate(walks)]

@@ -60,16 +60,18 @@ def test_wrong_keys_and_types_are_reported_together():
     tree = base.get_config().to_dict()
     tree["model"]["hiden_size"] = tree["model"].pop("hidden_size")
     tree |= {"steps": "ten", "seed": True, "mesh": 3, "eval": {**tree["eval"], "batches": 2.0}, "remat": None}
-    tree["loss"]["z_weight"] = 0  # an int where a float is expected is fine
+    tree |= {"controller": 3, "loss": {"chunk": 5, "z_weight": "small"}}
     with pytest.raises(ConfigError) as error:
         from_config_dict(tree)
     assert error.value.problems == (
         "steps='ten' has type str, expected type int",
         "seed=True has type bool, expected type int",
+        "controller=3 has type int, expected type str",
         "remat is missing: every key needs a value (defaults: configs/base.py)",
         "model.hiden_size is not a key of the config, did you mean model.hidden_size?",
         "model.hidden_size is missing: every key needs a value (defaults: configs/base.py)",
         "mesh=3 has type int, expected a section of keys",
+        "loss.z_weight='small' has type str, expected type float",
         "eval.batches=2.0 has type float, expected type int",
     )
 
@@ -105,6 +107,7 @@ def test_one_problem_is_the_message_and_several_are_a_list():
         ("learning_rat", "optimizer.learning_rate"),
         ("optimiser.learning_rate", "optimizer.learning_rate"),
         ("data.every_steps", "eval.every_steps"),
+        ("eps", "optimizer.eps"),  # "steps" is more similar
         ("mesh.dcn.contxt", "mesh.dcn.context"),
     ],
 )
@@ -117,6 +120,10 @@ def test_nothing_is_suggested_for_what_is_like_nothing():
 
 
 # ---- the mesh --------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_made_in_code_names_only_the_axes_it_has():
+    assert MeshConfig() == MeshConfig(1, 1, 1, 1, 1, cpu_devices=0, dcn=DcnConfig(1, 1, 1, 1, 1))
 
 
 def test_the_rest_is_filled():
@@ -135,7 +142,8 @@ def test_the_rest_is_filled():
         (MeshConfig(data=-1, tensor=-1), 8, r"mesh.data and mesh.tensor are -1: only one axis"),
         (MeshConfig(data=0), 8, r"mesh.data=0: must be at least 1, or -1"),
         (MeshConfig(dcn=DcnConfig(data=0)), 8, r"mesh.dcn.data=0: must be at least 1"),
-        (MeshConfig(data=3, dcn=DcnConfig(data=2)), 3, r"mesh.data=3 is not a multiple of mesh.dcn.data=2.*data=4$"),
+        (MeshConfig(data=5, dcn=DcnConfig(data=3)), 5, r"mesh.data=5 is not a multiple of mesh.dcn.data=3.*data=6$"),
+        (MeshConfig(data=1, dcn=DcnConfig(data=2)), 2, r"mesh.data=1 is not a multiple of mesh.dcn.data=2.*data=2$"),
         (MeshConfig(fsdp=-1, dcn=DcnConfig(fsdp=2)), 3, r"mesh.fsdp=3 is not a multiple of mesh.dcn.fsdp=2"),
         (MeshConfig(context=2, expert=2, dcn=DcnConfig(expert=2)), 4, r"mesh.dcn.expert=2 with 2 context ranks"),
     ],
@@ -251,6 +259,14 @@ def test_a_broken_rule_is_reported_with_field_numbers_and_remedy(changes, device
 )
 def test_what_the_rules_allow(changes, devices):
     assert problems(devices, **changes) == ()
+
+
+def test_what_may_be_none_at_all():
+    assert {key for key, least in MINIMUM.items() if least == 0} == {
+        "seed", "mesh.cpu_devices", "optimizer.warmup_steps", "data.workers", "data.prefetch", "eval.every_steps",
+        "checkpoint.keep_every",
+    }  # fmt: skip
+    assert set(MINIMUM.values()) == {0, 1}
 
 
 @pytest.mark.parametrize("key", MINIMUM)

@@ -1,5 +1,7 @@
 """Small prepared directories of known documents."""
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,10 +9,27 @@ from pathlib import Path
 import pytest
 
 from data import prepare
+from data.stream import StreamOptions
 
 VOCABULARY = 1000
 Corpus = Mapping[str, Sequence[Sequence[int]]]  # source -> documents -> token ids
 Prepare = Callable[..., Path]
+
+
+def options(directory: Path, **changes: object) -> StreamOptions:
+    made = StreamOptions(
+        directory=str(directory),
+        tokenizer=f"ids:{VOCABULARY}",
+        documents="separate",
+        weights="",
+        whole_documents=False,
+        holdout=0.0,
+        seq_len=8,
+        global_batch=2,
+        seed=3,
+        split="train",
+    )
+    return dataclasses.replace(made, **changes)
 
 
 @pytest.fixture
@@ -28,7 +47,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
         for name, documents in corpus.items():
             (folder / "in" / name).mkdir(parents=True)
             borders = [len(documents) * file * file // (files * files) for file in range(files + 1)]
-            for file, (start, stop) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+            for file, (start, stop) in enumerate(itertools.pairwise(borders)):
                 lines = [json.dumps({"text": list(document)}) for document in documents[start:stop]]
                 if lines:
                     (folder / "in" / name / f"{file}.jsonl").write_text("".join(line + "\n" for line in lines))

@@ -7,7 +7,7 @@ from data.stream import Stream, StreamOptions
 
 
 def block_of(arguments: tuple[StreamOptions, int, int, int, int]) -> dict[str, np.ndarray]:
-    """(options, step, data, ranks, process): one process's part of a step, rows cut over `data`, tokens over `ranks`."""
+    """(options, step, data, ranks, process): a process's part of a step, rows cut over `data`, tokens over `ranks`."""
     options, step, data, ranks, process = arguments
     row_rank, rank = divmod(process, ranks)
     rows = options.global_batch // data

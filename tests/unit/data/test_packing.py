@@ -17,8 +17,9 @@ def test_bins_are_full_and_every_token_is_placed_once(length, bins, data):
     counts = [stop - start for start, stop in itertools.pairwise(edges)]
     made = packing.pack(counts, length, bins)
     assert [sum(count for _, _, count in cuts) for cuts in made] == [length] * bins
-    placed = Counter((piece, place) for cuts in made for piece, begin, count in cuts
-                     for place in range(begin, begin + count))
+    placed = Counter(
+        (piece, place) for cuts in made for piece, begin, count in cuts for place in range(begin, begin + count)
+    )
     assert placed == Counter((piece, place) for piece, count in enumerate(counts) for place in range(count))
     for cuts in made:
         goes_on = [begin + count < counts[piece] for piece, begin, count in cuts]
@@ -32,8 +33,11 @@ def test_documents_that_fit_a_slice_are_hardly_ever_cut():
     length, count = 1024, 4 * packing.WINDOW
 
     def share_cut(rows):
-        pieces = [(document, taken) for row in rows
-                  for document, taken in zip(row.document, row.clip(0, length).count, strict=False)]
+        pieces = [
+            (document, taken)
+            for row in rows
+            for document, taken in zip(row.document, row.clip(0, length).count, strict=False)
+        ]
         long = [taken < lengths[document] for document, taken in pieces if lengths[document] >= 300]
         return np.mean(long)
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -8,8 +10,7 @@ from app.cluster.mesh import AXES
 from data import pipeline, slices
 from data.manifest import DataError
 from data.pipeline import Block
-from tests.unit.data.conftest import VOCABULARY
-from tests.unit.data.test_stream import options
+from tests.unit.data.conftest import VOCABULARY, options
 
 
 @pytest.fixture
@@ -26,8 +27,13 @@ def one_device():
 
 
 def test_neighbouring_blocks_are_read_as_one():
-    blocks = [Block((0, 2), (8, 16)), Block((0, 2), (0, 8)), Block((2, 4), (0, 8)), Block((0, 2), (0, 8)),
-              Block((2, 4), (16, 24))]
+    blocks = [
+        Block((0, 2), (8, 16)),
+        Block((0, 2), (0, 8)),
+        Block((2, 4), (0, 8)),
+        Block((0, 2), (0, 8)),
+        Block((2, 4), (16, 24)),
+    ]
     assert pipeline.merged(blocks) == (Block((0, 2), (0, 16)), Block((2, 4), (0, 8)), Block((2, 4), (16, 24)))
 
 
@@ -62,7 +68,7 @@ def test_the_held_out_part_ends(prepared, one_device):
 
 def damage(stream):
     """One bit of the first record of the longest document: some steps need it, some do not."""
-    shard = next((stream.reader._directory / "a").glob("*.arrayrecord"))
+    shard = next((Path(stream.options.directory) / "a").glob("*.arrayrecord"))
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
     shard.write_bytes(content)

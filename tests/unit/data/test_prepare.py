@@ -8,7 +8,7 @@ from data import manifest as prepared_files
 from data import prepare, sources
 from data.manifest import DataError
 from data.stream import Stream
-from tests.unit.data.test_stream import options
+from tests.unit.data.conftest import options
 
 
 def write_texts(folder, texts):
@@ -20,8 +20,11 @@ def write_texts(folder, texts):
 
 def contents(directory):
     """Every file of a prepared directory, by name."""
-    return {os.path.relpath(os.path.join(folder, file), directory): open(os.path.join(folder, file), "rb").read()
-            for folder, _, files in os.walk(directory) for file in files}
+    return {
+        os.path.relpath(os.path.join(folder, file), directory): open(os.path.join(folder, file), "rb").read()
+        for folder, _, files in os.walk(directory)
+        for file in files
+    }
 
 
 @pytest.fixture
@@ -64,12 +67,14 @@ def test_a_killed_preparation_goes_on(tmp_path, monkeypatch, small_shards):
         with pytest.raises(KeyboardInterrupt):
             prepare.prepare(texts, tmp_path / "killed")
     assert not prepare.is_prepared(tmp_path / "killed")
-    with pytest.raises(DataError, match="an unfinished preparation is there: run data.prepare again"):
+    with pytest.raises(DataError, match="an unfinished preparation is there"):
         prepared_files.load(tmp_path / "killed")
 
     again = []
     make_shard = prepare.make_shard
-    monkeypatch.setattr(prepare, "make_shard", lambda task, **options: (again.append(task), make_shard(task, **options)))
+    monkeypatch.setattr(
+        prepare, "make_shard", lambda task, **options: (again.append(task), make_shard(task, **options))
+    )
     prepare.prepare(texts, tmp_path / "killed")
     assert len(again) == len(prepared_files.load(tmp_path / "killed").sources[0].shards) - 2
     assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
@@ -107,7 +112,7 @@ def test_documents_that_cannot_be_used_stop_or_are_counted(tmp_path, capsys):
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": [1, 2]}\n{"text": [3, 9]}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl, byte 17: token id 9 at token 1 is outside the vocabulary of 9"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: token id 9 at token 1 is outside the vocabulary of 9"):
         prepare.prepare(f"{tmp_path}/a.jsonl", tmp_path / "out", tokenizer="ids:9")
 
 
@@ -144,8 +149,9 @@ def test_a_tokenizer_file_is_kept_with_the_data(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token="b"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
-    made = prepare.prepare(write_texts(tmp_path / "in", ["a b a"]), tmp_path / "out",
-                           tokenizer=str(tmp_path / "words.json"))
+    made = prepare.prepare(
+        write_texts(tmp_path / "in", ["a b a"]), tmp_path / "out", tokenizer=str(tmp_path / "words.json")
+    )
     assert (tmp_path / "out" / made.tokenizer.spec).read_bytes() == (tmp_path / "words.json").read_bytes()
     stream = Stream(options(tmp_path / "out", tokenizer=str(tmp_path / "words.json"), seq_len=4, global_batch=1))
     assert stream.block(0, (0, 1), (0, 4))["tokens"].tolist() == [[0, 1, 0, 2]]

@@ -10,8 +10,7 @@ from data import inspect, manifest, verify
 from data.manifest import DataError
 from data.reader import decode_record, encode_record
 from data.stream import Stream
-from tests.unit.data.conftest import VOCABULARY
-from tests.unit.data.test_stream import options
+from tests.unit.data.conftest import VOCABULARY, options
 
 
 @pytest.fixture
@@ -41,8 +40,12 @@ def test_a_record_is_bound_to_its_place():
     tokens = np.arange(5, dtype="<u2")
     record = encode_record(tokens, "a/0", 3)
     assert np.array_equal(decode_record(record, "a/0", 3, np.dtype("<u2")), tokens)
-    for shard, number, damaged in (("a/1", 3, record), ("a/0", 2, record), ("a/0", 3, record[:-1]),
-                                   ("a/0", 3, record[:2] + b"\7" + record[3:])):
+    for shard, number, damaged in (
+        ("a/1", 3, record),
+        ("a/0", 2, record),
+        ("a/0", 3, record[:-1]),
+        ("a/0", 3, record[:2] + b"\7" + record[3:]),
+    ):
         with pytest.raises(ValueError, match="checksum"):
             decode_record(damaged, shard, number, np.dtype("<u2"))
 
@@ -103,9 +106,15 @@ def test_a_damaged_index_is_named_at_opening(directory):
     assert any("index.npy is damaged" in fault for fault in verify.faults(directory))
 
 
-@pytest.mark.parametrize("change", [lambda text: text.replace('"tokens": 5511', '"tokens": 5512'),
-                                    lambda text: text[: len(text) // 2], lambda text: "[]",
-                                    lambda text: text.replace('"format": 1', '"format": 0')])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace('"tokens": 5511', '"tokens": 5512'),
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace('"format": 1', '"format": 0'),
+    ],
+)
 def test_a_damaged_manifest_is_named(directory, change):
     path = directory / manifest.MANIFEST
     path.write_text(change(path.read_text()))

@@ -24,8 +24,11 @@ def make_order(lengths, shares, group_documents=4, seed=SEED):
 def tokens_of(spans):
     """[(source, document, place)] of every token, and a check that pieces lie end to end."""
     assert np.array_equal(spans.at[1:], (spans.at + spans.count)[:-1])
-    return [(int(source), int(document), int(offset) + place)
-            for source, document, offset, count, _ in zip(*spans, strict=True) for place in range(count)]
+    return [
+        (int(source), int(document), int(offset) + place)
+        for source, document, offset, count, _ in zip(*spans, strict=True)
+        for place in range(count)
+    ]
 
 
 @settings(max_examples=30, deadline=None)
@@ -56,11 +59,20 @@ def test_any_range_of_the_order_equals_the_walk(lengths, data):
     shares = (shares / shares.sum()).tolist()
     groups = [max(1, -(-len(source) // 4)) for source in lengths]
     walk = data_reference.mixed(
-        [data_reference.endless(range(len(source)), groups[number], SEED, number)
-         for number, source in enumerate(lengths)], lengths, shares)
+        [
+            data_reference.endless(range(len(source)), groups[number], SEED, number)
+            for number, source in enumerate(lengths)
+        ],
+        lengths,
+        shares,
+    )
     wanted = 3 * sum(map(sum, lengths)) + 50
-    walked = list(itertools.islice(
-        ((source, document, place) for source, document in walk for place in range(lengths[source][document])), wanted))
+    walked = list(
+        itertools.islice(
+            ((source, document, place) for source, document in walk for place in range(lengths[source][document])),
+            wanted,
+        )
+    )
 
     order = make_order(lengths, shares)
     for _ in range(5):
@@ -119,13 +131,32 @@ def test_far_places_are_exact():
     assert len(tokens_of(whole)) == 5000
 
 
+def test_positions_are_exact_to_the_last_token_of_a_million():
+    order = make_order([[3_000_000]], [1.0])
+    length = 1 << 20
+    row = slices.ContiguousSlices(order, length).slices(1, 2)[0]
+    placed = slices.place(row, length - 4, length, separate=True)
+    assert placed.positions.dtype == np.int32  # counted from the slice's start: the document's is earlier
+    assert placed.positions.tolist() == [1_048_572, 1_048_573, 1_048_574, 1_048_575]
+
+
 def test_corpus_order_is_every_chosen_document_in_order():
     hashes = np.array([5, 0, 9, 3, 7], "<u4")
-    chosen = [slices.Selection(np.array([2, 3, 4, 5, 6], "<u4"), hashes, 0, 6, 2),
-              slices.Selection(np.array([1, 1], "<u4"), np.array([1, 8], "<u4"), 0, 6, 2)]
+    chosen = [
+        slices.Selection(np.array([2, 3, 4, 5, 6], "<u4"), hashes, 0, 6, 2),
+        slices.Selection(np.array([1, 1], "<u4"), np.array([1, 8], "<u4"), 0, 6, 2),
+    ]
     order = slices.CorpusOrder(chosen)
     assert order.total == 2 + 3 + 5 + 1
-    everything = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 1, 2), *[(0, 3, place) for place in range(5)], (1, 0, 0)]
+    everything = [
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 1, 0),
+        (0, 1, 1),
+        (0, 1, 2),
+        *[(0, 3, place) for place in range(5)],
+        (1, 0, 0),
+    ]
     assert tokens_of(order.spans(0, 100)) == everything
     assert tokens_of(order.spans(3, 7)) == everything[3:7]
     assert tokens_of(order.spans(11, 20)) == []

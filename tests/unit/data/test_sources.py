@@ -1,3 +1,4 @@
+import gzip
 import json
 import sysconfig
 from pathlib import Path
@@ -17,9 +18,15 @@ def refuse(place, reason):
     raise ValueError(f"{place}: {reason}")
 
 
-def read(patterns, options=sources.ReadOptions(), reject=refuse):
-    return [document for part in sources.parts(patterns, options)
-            for _, document in sources.documents(part, options, reject)]
+DEFAULT = sources.ReadOptions()
+
+
+def read(patterns, options=DEFAULT, reject=refuse):
+    return [
+        document
+        for part in sources.parts(patterns, options)
+        for _, document in sources.documents(part, options, reject)
+    ]
 
 
 def write_lines(path, rows):
@@ -32,14 +39,22 @@ def write_lines(path, rows):
 def test_a_list_a_comma_list_and_a_glob_name_the_same_sorted_files(tmp_path):
     for name in ("b.txt", "a.txt", "c.txt"):
         (tmp_path / name).write_text(name)
-    ways = [sources.parse(f"{tmp_path}/*.txt"), sources.parse(f"{tmp_path}/c.txt,{tmp_path}/a.txt,{tmp_path}/b.txt"),
-            sources.parse([f"{tmp_path}/[bc].txt", f"{tmp_path}/a.txt", f"{tmp_path}/b*"])]
+    ways = [
+        sources.parse(f"{tmp_path}/*.txt"),
+        sources.parse(f"{tmp_path}/c.txt,{tmp_path}/a.txt,{tmp_path}/b.txt"),
+        sources.parse([f"{tmp_path}/[bc].txt", f"{tmp_path}/a.txt", f"{tmp_path}/b*"]),
+    ]
     for found in ways:
         assert read(found["main"]) == [b"a.txt", b"b.txt", b"c.txt"]
 
 
 def test_sources_are_named_before_the_equals_sign():
     assert sources.parse(["web=a,b", "code=c", "d", "web=e"]) == {"web": ["a", "b", "e"], "code": ["c"], "main": ["d"]}
+
+
+def test_a_source_cannot_have_the_name_of_what_is_unfinished():
+    with pytest.raises(DataError, match="cannot be called 'partial'"):
+        sources.parse("partial=a.txt")
 
 
 @pytest.mark.parametrize("inputs", ["", "web=", ",", []])
@@ -97,14 +112,17 @@ def test_parts_of_a_jsonl_file_have_each_line_once(tmp_path, monkeypatch, texts,
     assert read([str(path)]) == texts
 
 
-@pytest.mark.parametrize(("line", "reason"), [
-    ("{", "Expecting property name"),
-    ('{"body": "x"}', r"no field 'text' \(--text_field\): it has body"),
-    ("[1]", "no field 'text'.*it is no object"),
-    ('{"text": 5}', "its text is int, expected a string"),
-    ('{"text": ""}', "its text is empty"),
-    ('{"text": [1, 2.5]}', "its list has dtype float64"),
-])
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ('{"body": "x"}', r"no field 'text' \(--text_field\): it has body"),
+        ("[1]", "no field 'text'.*it is no object"),
+        ('{"text": 5}', "its text is int, expected a string"),
+        ('{"text": ""}', "its text is empty"),
+        ('{"text": [1, 2.5]}', "its list has dtype float64"),
+    ],
+)
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, monkeypatch, line, reason):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "one"}}\n\n{{"text": "three"}}\n{line}\n{{"text": "five"}}\n')
@@ -114,6 +132,14 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, monkeypatch, line, rea
     bad = []
     assert read([str(path)], reject=lambda place, reason: bad.append(place)) == ["one", "three", "five"]
     assert bad == [f"{path}:4"]
+
+
+def test_compressed_files(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": 2}\n{"text": "three"}'))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"whole"))
+    bad = []
+    assert read([f"{tmp_path}/*"], reject=lambda place, reason: bad.append(place)) == ["one", "three", b"whole"]
+    assert bad == [f"{tmp_path}/a.jsonl.gz:2"]
 
 
 def test_an_empty_jsonl_file_is_named(tmp_path):
@@ -155,8 +181,9 @@ def test_bad_parquet_is_named(tmp_path):
 def test_a_damaged_parquet_column_is_named(tmp_path, where, checksums):
     path = tmp_path / "a.parquet"
     texts = [f"{row} " + "x" * row for row in range(200)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd", use_dictionary=False,
-                                write_page_checksum=checksums)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), path, compression="zstd", use_dictionary=False, write_page_checksum=checksums
+    )
     content = bytearray(path.read_bytes())
     content[where] = bytes(byte ^ 0xFF for byte in content[where])
     path.write_bytes(content)

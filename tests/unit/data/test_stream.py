@@ -15,25 +15,25 @@ from app.cluster import layout
 from data import manifest, prepare
 from data.manifest import DataError
 from data.packing import WINDOW
-from data.stream import HASH_RANGE, Stream, StreamOptions, token_shares
+from data.stream import HASH_RANGE, Stream, token_shares
 from tests.reference import data_reference
-from tests.unit.data.conftest import VOCABULARY
+from tests.unit.data.conftest import VOCABULARY, options
 from tests.unit.data.processes import block_of
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "stream_index", "loss_mask")
 token_ids = st.integers(0, VOCABULARY - 1)
 # One-token documents, short ones and ones of many rows.
-documents = st.lists(st.one_of(st.lists(token_ids, min_size=1, max_size=1), st.lists(token_ids, min_size=1, max_size=6),
-                               st.lists(token_ids, min_size=30, max_size=90)), min_size=1, max_size=12)
+documents = st.lists(
+    st.one_of(
+        st.lists(token_ids, min_size=1, max_size=1),
+        st.lists(token_ids, min_size=1, max_size=6),
+        st.lists(token_ids, min_size=30, max_size=90),
+    ),
+    min_size=1,
+    max_size=12,
+)
 corpora = st.dictionaries(st.sampled_from(["a", "b"]), documents, min_size=1)
 reuse_fixtures = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def options(directory, **changes):
-    made = StreamOptions(
-        directory=str(directory), tokenizer=f"ids:{VOCABULARY}", documents="separate", weights="", whole_documents=False,
-        holdout=0.0, seq_len=8, global_batch=2, seed=3, split="train")
-    return dataclasses.replace(made, **changes)
 
 
 def walked(corpus, seed):
@@ -58,8 +58,9 @@ def assert_fields(made, expected):
 def test_every_block_of_every_batch_equals_the_reference(prepared, corpus, batch, ranks, local, separate, data):
     seq_len = ranks * local
     directory = prepared(corpus, record_tokens=data.draw(st.sampled_from([1, 4, 100])))
-    stream = Stream(options(directory, seq_len=seq_len, global_batch=batch,
-                            documents="separate" if separate else "joined"))
+    stream = Stream(
+        options(directory, seq_len=seq_len, global_batch=batch, documents="separate" if separate else "joined")
+    )
     tokens = sum(len(document) for source in corpus.values() for document in source)
     steps = 2 * tokens // (batch * seq_len) + 1
     rows = data_reference.rows(walked(corpus, 3), seq_len, separate=separate, count=steps * batch)
@@ -80,10 +81,19 @@ def test_held_out_tokens_appear_once_and_the_rest_is_padding(prepared, corpus, b
     chosen = []
     for source in manifest.load(directory).sources:
         hashes = manifest.load_index(directory, source)["hash"]
-        chosen += [document for document, hashed in zip(corpus[source.name], hashes, strict=True)
-                   if hashed < round(holdout * HASH_RANGE)]
-    made = options(directory, seq_len=seq_len, global_batch=batch, holdout=holdout, split="heldout",
-                   documents="separate" if separate else "joined")
+        chosen += [
+            document
+            for document, hashed in zip(corpus[source.name], hashes, strict=True)
+            if hashed < round(holdout * HASH_RANGE)
+        ]
+    made = options(
+        directory,
+        seq_len=seq_len,
+        global_batch=batch,
+        holdout=holdout,
+        split="heldout",
+        documents="separate" if separate else "joined",
+    )
     if not chosen:
         with pytest.raises(DataError, match="leaves none of the"):
             Stream(made)
@@ -95,6 +105,9 @@ def test_held_out_tokens_appear_once_and_the_rest_is_padding(prepared, corpus, b
     for step in range(stream.num_steps):
         expected = {name: np.stack([row[name] for row in rows[step * batch : (step + 1) * batch]]) for name in FIELDS}
         assert_fields(stream.block(step, (0, batch), (0, seq_len)), expected)
+        for columns in ((0, seq_len // 2), (seq_len // 2, seq_len)):  # as two processes read it
+            part = {name: field[:, slice(*columns)] for name, field in expected.items()}
+            assert_fields(stream.block(step, (0, batch), columns), part)
     assert sum(int((row["segment_ids"] > 0).sum()) for row in rows) == tokens
 
 
@@ -105,8 +118,11 @@ def test_an_epoch_has_every_token_of_every_training_document_once(prepared, file
     corpus = {"a": [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]}
     directory = prepared(corpus, files=files)
     index = manifest.load_index(directory, manifest.load(directory).sources[0])
-    training = [document for document, hashed in zip(corpus["a"], index["hash"], strict=True)
-                if hashed >= round(0.1 * HASH_RANGE)]
+    training = [
+        document
+        for document, hashed in zip(corpus["a"], index["hash"], strict=True)
+        if hashed >= round(0.1 * HASH_RANGE)
+    ]
     tokens = sum(map(len, training))
     stream = Stream(options(directory, seq_len=16, global_batch=1, holdout=0.1))
     rows = [stream.block(step, (0, 1), (0, 16)) for step in range(-(-3 * tokens // 16))]
@@ -120,8 +136,9 @@ def test_an_epoch_has_every_token_of_every_training_document_once(prepared, file
 def test_whole_documents_keep_every_token_and_its_target(prepared):
     """A token's id tells its document and place, so that its target is known."""
     lengths = [40, 3, 7, 30, 1, 25, 9, 2, 31, 18, 120]
-    corpus = {"a": [[*range(stop - length, stop)] for stop, length in zip(np.cumsum(lengths).tolist(), lengths,
-                                                                          strict=True)]}
+    corpus = {
+        "a": [[*range(stop - length, stop)] for stop, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True)]
+    }
     last = {document[-1] for document in corpus["a"]}
     made = options(prepared(corpus), seq_len=32, global_batch=4, holdout=0.0)
     steps = range(2 * WINDOW // 4)
@@ -139,7 +156,7 @@ def test_whole_documents_keep_every_token_and_its_target(prepared):
 
 
 def test_real_processes_make_the_same_batches_in_any_number(prepared):
-    """1, 2, 4, 8 processes, cut by rows or by tokens, the number changed in mid-run: the global batch does not change."""
+    """1, 2, 4, 8 processes, cut by rows or by tokens, another number each step: the global batch is the same."""
     rng = np.random.default_rng(1)
     corpus = {"a": [rng.integers(0, VOCABULARY, length).tolist() for length in (1, 1, 500, 3, 64, 129, 40)]}
     made = options(prepared(corpus, files=2), seq_len=64, global_batch=4)
@@ -150,8 +167,10 @@ def test_real_processes_make_the_same_batches_in_any_number(prepared):
             parts = list(pool.map(block_of, [(made, step, data, ranks, process) for process in range(data * ranks)]))
             expected = stream.block(step, (0, 4), (0, 64))
             for name in FIELDS:
-                rows = [np.concatenate([part[name] for part in parts[first : first + ranks]], axis=1)
-                        for first in range(0, data * ranks, ranks)]
+                rows = [
+                    np.concatenate([part[name] for part in parts[first : first + ranks]], axis=1)
+                    for first in range(0, data * ranks, ranks)
+                ]
                 assert np.array_equal(np.concatenate(rows), expected[name])
 
 
@@ -184,6 +203,16 @@ def test_the_split_is_by_content(prepared):
     assert found == held_out(prepared(turned))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_document_of_eight_tokens_has_seven_targets_however_it_is_cut(prepared, ranks):
+    directory = prepared({"a": [[1, 2, 3, 4, 5, 6, 7, 8]]})
+    stream = Stream(options(directory, seq_len=8, global_batch=1, holdout=1.0, split="heldout"))
+    parts = [stream.block(0, (0, 1), layout.token_range(rank, ranks, 8)) for rank in range(ranks)]
+    fields = {name: np.concatenate([part[name][0] for part in parts]) for name in FIELDS}
+    assert fields["targets"][fields["loss_mask"]].tolist() == [2, 3, 4, 5, 6, 7, 8]
+    assert fields["positions"].tolist() == fields["stream_index"].tolist() == list(range(8))
+
+
 def test_weights_are_shares_of_tokens(prepared):
     rng = np.random.default_rng(5)
     corpus = {"a": [[1] * int(length) for length in rng.integers(1, 30, 40)], "b": [[2] * 10] * 3, "c": [[3]] * 5}
@@ -193,15 +222,18 @@ def test_weights_are_shares_of_tokens(prepared):
     assert not (tokens == 3).any()
 
 
-@pytest.mark.parametrize(("weights", "message"), [
-    ("a=1", "must name each source once"),
-    ("a=1,b=1,d=2", "must name each source once"),
-    ("a=1,b=1,b=2", "must name each source once"),
-    ("a=1,b", "'b' is not NAME=WEIGHT"),
-    ("a=1,b=-1", "the weight of b must be 0 or more"),
-    ("a=nan,b=1", "the weight of a must be 0 or more"),
-    ("a=0,b=0", "at least one weight must be above 0"),
-])
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("a=1", "must name each source once"),
+        ("a=1,b=1,d=2", "must name each source once"),
+        ("a=1,b=1,b=2", "must name each source once"),
+        ("a=1,b", "'b' is not NAME=WEIGHT"),
+        ("a=1,b=-1", "the weight of b must be 0 or more"),
+        ("a=nan,b=1", "the weight of a must be 0 or more"),
+        ("a=0,b=0", "at least one weight must be above 0"),
+    ],
+)
 def test_bad_weights_are_refused(weights, message):
     with pytest.raises(DataError, match=message):
         token_shares(weights, {"a": 10, "b": 20})
@@ -219,7 +251,7 @@ def test_another_tokenizer_is_refused(prepared):
 
 
 def test_an_unknown_documents_mode_is_refused(prepared):
-    with pytest.raises(DataError, match="data.documents='glued'"):
+    with pytest.raises(DataError, match=r"data\.documents='glued'"):
         Stream(options(prepared({"a": [[1, 2]]}), documents="glued"))
 
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tokenizers as hf
@@ -16,8 +18,12 @@ def json_path(tmp_path_factory):
     made = hf.Tokenizer(hf.models.BPE())
     made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = hf.decoders.ByteLevel()
-    trainer = hf.trainers.BpeTrainer(vocab_size=300, special_tokens=[END, "<|im_end|>"], show_progress=False,
-                                     initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet())
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[END, "<|im_end|>"],
+        show_progress=False,
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
+    )
     made.train_from_iterator(["the tokenizer of the test", "the end of the text"], trainer)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
@@ -79,22 +85,35 @@ def test_text_that_is_not_unicode_is_refused(json_path):
 
 def test_fingerprints_tell_tokenizers_apart(json_path, tmp_path):
     other = tmp_path / "tokenizer.json"
-    other.write_text(open(json_path).read().replace('"ignore_merges": false', '"ignore_merges": true'))
-    found = [tokenizers.load(*spec).fingerprint for spec in
-             (("bytes",), ("bytes", ""), ("ids:257",), ("ids:258",), ("ids:258", "3"), (json_path,), (json_path, ""),
-              (str(other),))]
+    other.write_text(Path(json_path).read_text().replace('"ignore_merges": false', '"ignore_merges": true'))
+    found = [
+        tokenizers.load(*spec).fingerprint
+        for spec in (
+            ("bytes",),
+            ("bytes", ""),
+            ("ids:257",),
+            ("ids:258",),
+            ("ids:258", "3"),
+            (json_path,),
+            (json_path, ""),
+            (str(other),),
+        )
+    ]
     assert len(set(found)) == len(found)
     assert tokenizers.load(json_path).fingerprint == tokenizers.load(json_path, END).fingerprint
 
 
-@pytest.mark.parametrize(("spec", "end", "message"), [
-    ("byte", None, "tokenizer='byte': expected 'bytes'"),
-    ("bytes", "x", "leave it out, or give ''"),
-    ("ids:", None, "expected ids:N"),
-    ("ids:0", None, "expected ids:N"),
-    ("ids:5", "5", "expected an id below 5"),
-    ("nowhere/tokenizer.json", None, "cannot be loaded"),
-])
+@pytest.mark.parametrize(
+    ("spec", "end", "message"),
+    [
+        ("byte", None, "tokenizer='byte': expected 'bytes'"),
+        ("bytes", "x", "leave it out, or give ''"),
+        ("ids:", None, "expected ids:N"),
+        ("ids:0", None, "expected ids:N"),
+        ("ids:5", "5", "expected an id below 5"),
+        ("nowhere/tokenizer.json", None, "cannot be loaded"),
+    ],
+)
 def test_bad_names_are_refused(spec, end, message):
     with pytest.raises(DataError, match=message):
         tokenizers.load(spec, end)

@@ -1,0 +1,278 @@
+"""One block of chunks of the gated delta rule: the walk over its chunks forward, and its analytic backward.
+
+Letters and layouts: app/ops/gdn_chunk.py. States are float32 [B,G,R,K,V]; matrix operands have the dtype of q, k, v.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from app.ops.gdn_chunk import (
+    BlockInputs,
+    Decay,
+    dot,
+    from_lanes,
+    mask_documents,
+    pairwise_decay,
+    strictly_lower,
+    to_lanes,
+    unit_lower_inverse,
+)
+
+# Keeps XLA from fusing unrelated products and their many reductions into one fusion that no longer fits the vector
+# memory (on v5p the backward of a block is a third slower without).
+_separate = lax.optimization_barrier
+
+
+class _Scores(NamedTuple):
+    """Lane layout, float32: k k^T and q k^T [C,C,Z] (not scaled), and the decays."""
+
+    kk: jax.Array
+    qk: jax.Array
+    decay: Decay
+
+
+class _Operands(NamedTuple):
+    """What the walk multiplies the state with, matrix layout: u [..,C,V], w, q_head, k_tail [..,C,K], carry [..,1,1].
+
+    u = inv (beta v), w = inv (beta head k), q_head = scale head q, k_tail = tail k; carry is the decay of the whole
+    chunk; att [..,C,C] = scale tril(q k^T pair).
+    """
+
+    u: jax.Array
+    w: jax.Array
+    q_head: jax.Array
+    k_tail: jax.Array
+    att: jax.Array
+    carry: jax.Array
+
+
+def _scores(x: BlockInputs) -> _Scores:
+    decay = pairwise_decay(x.g)
+    if x.document is not None:
+        decay = mask_documents(decay, x.document, x.entry_document)
+    kk = to_lanes(dot("nbgik,nbgjk->nbgij", x.k, x.k))
+    qk = to_lanes(dot("nbgik,nbgjk->nbgij", x.q, x.k))
+    return _separate(_Scores(kk, qk, decay))
+
+
+def _inverse(x: BlockInputs, scores: _Scores) -> jax.Array:
+    """(I + L)^-1 in lane layout, L_ij = beta_i (k_i . k_j) pair_ij for i > j."""
+    return unit_lower_inverse(strictly_lower(x.beta[:, :, None] * scores.kk[None] * scores.decay.pair))
+
+
+def _operands(x: BlockInputs, scores: _Scores, inverse: jax.Array, scale: float) -> _Operands:
+    batch, dtype, decay = x.k.shape[:3], x.k.dtype, scores.decay
+    head, tail = from_lanes(decay.head, batch), from_lanes(decay.tail, batch)
+    # Scaling the columns of the inverse instead of v and k: no scaled copy of either exists, and k stays per key head.
+    inverse_u = from_lanes(inverse * x.beta[:, None], batch).astype(dtype)
+    inverse_w = from_lanes(inverse * (x.beta * decay.head)[:, None], batch).astype(dtype)
+    return _Operands(
+        u=dot("nbgrij,nbgrjv->nbgriv", inverse_u, x.v).astype(dtype),
+        w=dot("nbgrij,nbgjk->nbgrik", inverse_w, x.k).astype(dtype),
+        q_head=_scale_rows(x.q, head * scale).astype(dtype),
+        k_tail=_scale_rows(x.k, tail).astype(dtype),
+        att=from_lanes(scores.qk[None] * decay.pair * scale, batch).astype(dtype),
+        carry=head[..., -1:, None],
+    )
+
+
+def _scale_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """x [N,B,G,C,K] times rows [N,B,G,R,C] -> float32 [N,B,G,R,C,K]."""
+    return x.astype(jnp.float32)[:, :, :, None] * rows[..., None]
+
+
+def forward_block(state: jax.Array, x: BlockInputs, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Walk over the block's chunks.
+
+    Args:
+      state: float32 [B,G,R,K,V+X] entering the block. Columns beyond V follow the same recurrence without writes: with
+        the identity in X = K of them, they become the block's transition, and their outputs the map from the state
+        entering it to the outputs.
+
+    Returns:
+      state leaving the block, outputs [N,B,G,R,C,V+X] and the chunk inverses [R,C,C,Z], both in the inputs' dtype.
+    """
+    dtype, chunk, columns = x.v.dtype, x.v.shape[-2], state.shape[-1]
+    scores = _scores(x)
+    inverse = _inverse(x, scores).astype(dtype)
+    p = _operands(x, scores, inverse.astype(jnp.float32), scale)
+    w_q = jnp.concatenate([p.w, p.q_head], axis=-2)
+    carry = jnp.broadcast_to(p.carry, (*p.carry.shape[:-1], columns))
+    u, w_q, k_tail, att, carry = _separate((p.u, w_q, p.k_tail, p.att, carry))
+
+    def step(n, walk):
+        state, out = walk
+        y = dot("bgrck,bgrkv->bgrcv", _at(w_q, n), state.astype(dtype))
+        new = (_widen(_at(u, n), columns) - y[..., :chunk, :]).astype(dtype)
+        out_n = y[..., chunk:, :] + dot("bgrij,bgrjv->bgriv", _at(att, n), new)
+        state = _at(carry, n) * state + dot("bgrck,bgrcv->bgrkv", _at(k_tail, n), new)
+        return state, _put(out, out_n.astype(dtype), n)
+
+    out = lax.empty((*u.shape[:-1], columns), dtype)
+    state, out = lax.fori_loop(0, u.shape[0], step, (state, out))
+    return state, out, inverse
+
+
+def _widen(x: jax.Array, columns: int) -> jax.Array:
+    x = x.astype(jnp.float32)
+    extra = columns - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)]) if extra else x
+
+
+def _at(x: jax.Array, n: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, n, 0, keepdims=False)
+
+
+def _put(buffer: jax.Array, x: jax.Array, n: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(buffer, x, n, 0)
+
+
+class BlockGradients(NamedTuple):
+    """Cotangents in the layouts of BlockInputs; dq, dk, dv in their dtype, dg and dbeta float32."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    dg: jax.Array
+    dbeta: jax.Array
+
+
+def backward_block(
+    dstate: jax.Array, state: jax.Array, inverse: jax.Array, x: BlockInputs, dout: jax.Array, scale: float
+) -> tuple[jax.Array, BlockGradients]:
+    """Adjoint of `forward_block` (without extra columns).
+
+    Args:
+      dstate: float32 [B,G,R,K,V], cotangent of the state leaving the block.
+      state: float32 [B,G,R,K,V], the state entering it; inverse [R,C,C,Z] as returned by the forward.
+      dout: [N,B,G,R,C,V], cotangent of the outputs.
+
+    Returns:
+      cotangent of the entering state and of the block's inputs.
+    """
+    batch, dtype = x.k.shape[:3], x.k.dtype
+    scores = _scores(x)
+    inverse = inverse.astype(jnp.float32)
+    p = _operands(x, scores, inverse, scale)
+    dout_att = dot("nbgrij,nbgriv->nbgrjv", p.att, dout).astype(dtype)
+    inverse_m = from_lanes(inverse, batch).astype(dtype)
+    p, dout_att, inverse_m = _separate((p, dout_att, inverse_m))
+
+    states, new = _replay(state, p)
+    dstates, dnew, dstate = _reverse_walk(dstate, p, dout, dout_att)
+    states, new, dstates, dnew = _separate((states, new, dstates, dnew))
+
+    dvb = dot("nbgrij,nbgriv->nbgrjv", inverse_m, dnew)
+    beta = from_lanes(x.beta, batch)
+    dv = (beta[..., None] * dvb).astype(dtype)
+    v_dvb = jnp.sum(x.v.astype(jnp.float32) * dvb, axis=-1)
+    dvb, dv, v_dvb = _separate((dvb.astype(dtype), dv, v_dvb))
+
+    # Products with the states, each used twice: scaled and summed over the value heads of a key head for dq and dk, and
+    # dotted with q or k for the decays. dvb stands for -dw: dw = -dvb state^T.
+    head, tail = from_lanes(scores.decay.head, batch), from_lanes(scores.decay.tail, batch)
+    dq, q_dq = _separate(_through_state(dout, states, x.q, scale * head))
+    dk_w, k_dw = _separate(_through_state(dvb, states, x.k, beta * head))
+    dk_tail, k_dtail = _separate(_through_state(new, dstates, x.k, tail))
+    datt = to_lanes(dot("nbgriv,nbgrjv->nbgrij", dout, new).astype(dtype))
+    dlower = to_lanes(dot("nbgriv,nbgrjv->nbgrij", dvb, new).astype(dtype))
+    datt, dlower = _separate((datt, dlower))
+
+    within = _separate(_within_chunk(x, scores, scale * datt.astype(jnp.float32), -dlower.astype(jnp.float32)))
+    dcarry = to_lanes(jnp.sum(states.astype(jnp.float32) * dstates.astype(jnp.float32), axis=(-2, -1), keepdims=True))
+    q_dq, k_dw, k_dtail, v_dvb = (to_lanes(rows[..., None])[..., 0, :] for rows in (q_dq, k_dw, k_dtail, v_dvb))
+    # Cotangents of the logarithms of head and tail, which are sums of g up to and from after a token.
+    dhead = scores.decay.head * (scale * q_dq - x.beta * k_dw)
+    dhead = dhead.at[:, -1].add(scores.decay.head[:, -1] * dcarry[:, 0, 0])
+    dg = _sum_from(within.row - within.column + dhead) + _sum_before(scores.decay.tail * k_dtail)
+    dbeta = within.dbeta + v_dvb - scores.decay.head * k_dw
+
+    dqk, dkk = from_lanes(within.dqk, batch).astype(dtype), from_lanes(within.dkk, batch).astype(dtype)
+    dq = dq + dot("nbgij,nbgjk->nbgik", dqk, x.k)
+    dk = dk_tail - dk_w + dot("nbgij,nbgik->nbgjk", dqk, x.q) + dot("nbgij,nbgjk->nbgik", dkk, x.k)
+    return dstate, BlockGradients(dq.astype(dtype), dk.astype(dtype), dv, dg, dbeta)
+
+
+def _replay(state: jax.Array, p: _Operands) -> tuple[jax.Array, jax.Array]:
+    """The states entering the chunks [N,B,G,R,K,V] and the new values [N,B,G,R,C,V], in the operands' dtype."""
+    dtype, chunks = p.u.dtype, p.u.shape[0]
+    carry = jnp.broadcast_to(p.carry, (*p.carry.shape[:-1], state.shape[-1]))
+
+    def step(n, walk):
+        state, states, new = walk
+        new_n = (_at(p.u, n).astype(jnp.float32) - dot("bgrck,bgrkv->bgrcv", _at(p.w, n), state.astype(dtype))).astype(dtype)
+        state = _at(carry, n) * state + dot("bgrck,bgrcv->bgrkv", _at(p.k_tail, n), new_n)
+        return state, _put(states, state.astype(dtype), n + 1), _put(new, new_n, n)
+
+    states = _put(lax.empty((chunks + 1, *state.shape), dtype), state.astype(dtype), 0)
+    _, states, new = lax.fori_loop(0, chunks, step, (state, states, lax.empty(p.u.shape, dtype)))
+    return states[:chunks], new
+
+
+def _reverse_walk(
+    dstate: jax.Array, p: _Operands, dout: jax.Array, dout_att: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cotangents of the states leaving the chunks, of the new values, and of the state entering the block."""
+    dtype, chunks = p.u.dtype, p.u.shape[0]
+    carry = jnp.broadcast_to(p.carry, (*p.carry.shape[:-1], dstate.shape[-1]))
+    w_q = _separate(jnp.concatenate([-p.w, p.q_head], axis=-2))
+
+    def step(j, walk):
+        dstate, dstates, dnew = walk
+        n = chunks - 1 - j
+        dnew_n = _at(dout_att, n).astype(jnp.float32) + dot("bgrck,bgrkv->bgrcv", _at(p.k_tail, n), dstate.astype(dtype))
+        dnew_n = dnew_n.astype(dtype)
+        pair = jnp.concatenate([dnew_n, _at(dout, n)], axis=-2)
+        dstate = _at(carry, n) * dstate + dot("bgrck,bgrcv->bgrkv", _at(w_q, n), pair)
+        return dstate, _put(dstates, dstate.astype(dtype), n), _put(dnew, dnew_n, n)
+
+    dstates = _put(lax.empty((chunks + 1, *dstate.shape), dtype), dstate.astype(dtype), chunks)
+    dstate, dstates, dnew = lax.fori_loop(0, chunks, step, (dstate, dstates, lax.empty(p.u.shape, dtype)))
+    return dstates[1:], dnew, dstate
+
+
+def _through_state(a: jax.Array, states: jax.Array, x: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """y = a states^T [N,B,G,R,C,K]: (sum over R of rows y, [N,B,G,C,K]; x . y, [N,B,G,R,C]), float32."""
+    y = dot("nbgrcv,nbgrkv->nbgrck", a, states)
+    return jnp.sum(rows[..., None] * y, axis=3), jnp.sum(x.astype(jnp.float32)[:, :, :, None] * y, axis=-1)
+
+
+class _WithinChunk(NamedTuple):
+    """Cotangents through L and att, lane layout: dqk, dkk [C,C,Z] (dkk symmetric), row, column, dbeta [R,C,Z]."""
+
+    dqk: jax.Array
+    dkk: jax.Array
+    row: jax.Array
+    column: jax.Array
+    dbeta: jax.Array
+
+
+def _within_chunk(x: BlockInputs, scores: _Scores, datt: jax.Array, dlower: jax.Array) -> _WithinChunk:
+    """datt, dlower [R,C,C,Z]: cotangents of att / scale (times scale) and of L. row and column are the sums of the
+    cotangent of log pair_ij over j and over i."""
+    beta = x.beta[:, :, None]
+    dqk = datt * scores.decay.pair
+    dlower = strictly_lower(dlower * scores.decay.pair)
+    dbeta = dlower * scores.kk[None]
+    dlog_pair = strictly_lower(dqk * scores.qk[None]) + beta * dbeta
+    dkk = jnp.sum(beta * dlower, axis=0)
+    return _WithinChunk(
+        dqk=jnp.sum(dqk, axis=0),
+        dkk=dkk + jnp.swapaxes(dkk, 0, 1),
+        row=jnp.sum(dlog_pair, axis=2),
+        column=jnp.sum(dlog_pair, axis=1),
+        dbeta=jnp.sum(dbeta, axis=2),
+    )
+
+
+def _sum_from(x: jax.Array) -> jax.Array:
+    """Sum over the tokens at and after each token, x [R,C,Z]."""
+    return dot("tc,rcz->rtz", jnp.triu(jnp.ones((x.shape[1],) * 2, jnp.float32)), x)
+
+
+def _sum_before(x: jax.Array) -> jax.Array:
+    """Sum over the tokens before each token, x [R,C,Z]."""
+    return dot("tc,rcz->rtz", jnp.tril(jnp.ones((x.shape[1],) * 2, jnp.float32), -1), x)

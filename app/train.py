@@ -19,7 +19,7 @@ from app.config_flags import load_config
 EXIT_BAD_CONFIG, EXIT_NONFINITE, EXIT_STOPPED = 2, 3, 42
 # What a checkpoint is of: another value of one of these keys would continue a different run.
 RUN_IDENTITY = (
-    "model.", "seq_len", "global_batch", "seed", "data.documents", "data.holdout", "dtypes.params",
+    "model.", "seq_len", "global_batch", "seed", "data.documents", "data.weights", "data.whole_documents", "data.holdout", "dtypes.params",
     "optimizer.moment_dtype",
 )  # fmt: skip
 
@@ -82,7 +82,8 @@ def train(config: Config, flags: Any) -> int:
     program = Program(config, mesh)
     say(f"model: {model_params.count(program.specs):,} parameters")
     read = functools.partial(
-        pipeline.batches, sharding=program.batch_sharding, workers=config.data.workers, prefetch=config.data.prefetch)
+        pipeline.batches, sharding=program.batch_sharding, workers=config.data.workers, prefetch=config.data.prefetch
+    )
 
     # ---- state: the newest checkpoint, or fresh parameters ----------------------------------------------------------
     checkpoints = Checkpoints(workdir, config.checkpoint)
@@ -151,7 +152,8 @@ def train(config: Config, flags: Any) -> int:
         if in_a_row >= config.nonfinite_limit:
             raise NonFiniteTraining(
                 f"stopped at step {step}: {in_a_row} steps in a row were not finite "
-                f"(nonfinite_limit={config.nonfinite_limit}); the newest checkpoint in {workdir} is from before them")
+                f"(nonfinite_limit={config.nonfinite_limit}); the newest checkpoint in {workdir} is from before them"
+            )
 
     unread = None  # the numbers of a step are read while the next one runs, so the devices never wait for the host
     try:
@@ -211,9 +213,7 @@ def check_vocabulary(data_size: int, model_size: int) -> None:
 def check_same_run(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int) -> None:
     """Refuse to continue a checkpoint of another model, data order or parameter dtype, naming every key."""
     changed = [
-        (key, old, new)
-        for key, old, new in diff(saved["config"], wanted["config"])
-        if key.startswith(RUN_IDENTITY)
+        (key, old, new) for key, old, new in diff(saved["config"], wanted["config"]) if key.startswith(RUN_IDENTITY)
     ]
     if saved["data"] != wanted["data"]:
         changed.append(("the prepared data", saved["data"], wanted["data"]))

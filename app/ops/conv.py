@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from app.ops.affine_scan import AxisName, axis_size, neighbour_permute
+from app.ops.affine_scan import AxisName, SequenceAxis, sequence_axis
 
 
 def causal_conv(
@@ -27,7 +27,7 @@ def causal_conv(
       x: [B, T, X], any floating dtype. Under `shard_map` this rank's slice; slices lie in rank order.
       w: [W, X]; the last tap is the current token.
       segment_ids: [B, T] int32; a tap never crosses a change of id, also not at a rank border. None: one document.
-      axis_name: mesh axis, or tuple of axes (major first), that time is sharded over; None outside `shard_map`.
+      axis_name: mesh axis, tuple of axes (major first) or SequenceAxis that time is sharded over; None: not sharded.
 
     Returns:
       [B, T, X] in x's dtype; products and sums are float32. The backward returns this rank's partial cotangent of `w`
@@ -40,24 +40,24 @@ def causal_conv(
         raise ValueError(f"causal_conv: expected x [B, T, X] and w [W, X], got {x.shape} and {w.shape}")
     if segment_ids is not None and segment_ids.shape != x.shape[:2]:
         raise ValueError(f"causal_conv: segment_ids must be [B, T] = {x.shape[:2]}, got {segment_ids.shape}")
-    halo = w.shape[0] - 1
-    if axis_size(axis_name) > 1 and x.shape[1] < halo:
+    halo, axis = w.shape[0] - 1, sequence_axis(axis_name)
+    if axis is not None and x.shape[1] < halo:
         raise ValueError(
             f"causal_conv: a rank holds {x.shape[1]} tokens but the window of {w.shape[0]} needs {halo} from its "
             "neighbour; use fewer sequence ranks or a longer sequence"
         )
-    return _conv(axis_name, x, w, segment_ids)
+    return _conv(axis, x, w, segment_ids)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _conv(axis_name: AxisName, x: jax.Array, w: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    return _conv_forward(axis_name, x, w, segment_ids)[0]
+def _conv(axis: SequenceAxis | None, x: jax.Array, w: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    return _conv_forward(axis, x, w, segment_ids)[0]
 
 
-def _conv_forward(axis_name: AxisName, x: jax.Array, w: jax.Array, segment_ids: jax.Array | None):
+def _conv_forward(axis: SequenceAxis | None, x: jax.Array, w: jax.Array, segment_ids: jax.Array | None):
     window = w.shape[0]
-    x_ext = _with_halo(x, window - 1, axis_name)
-    seg_ext = None if segment_ids is None else _with_halo(segment_ids, window - 1, axis_name)
+    x_ext = _with_halo(x, window - 1, axis)
+    seg_ext = None if segment_ids is None else _with_halo(segment_ids, window - 1, axis)
     w32 = w.astype(jnp.float32)
     y = jnp.zeros(x.shape, jnp.float32)
     for j, (tap, mask) in enumerate(_taps(x_ext, seg_ext, window)):
@@ -65,7 +65,7 @@ def _conv_forward(axis_name: AxisName, x: jax.Array, w: jax.Array, segment_ids: 
     return y.astype(x.dtype), (x_ext[:, : window - 1], x, w, seg_ext)
 
 
-def _conv_backward(axis_name: AxisName, residuals: Any, dy: jax.Array):
+def _conv_backward(axis: SequenceAxis | None, residuals: Any, dy: jax.Array):
     halo, x, w, seg_ext = residuals
     window, length = w.shape[0], x.shape[1]
     x_ext = jnp.concatenate([halo, x], axis=1)
@@ -77,9 +77,9 @@ def _conv_backward(axis_name: AxisName, residuals: Any, dy: jax.Array):
         dw.append(jnp.sum(dy_j * tap, axis=(0, 1)))
         dx_ext += jnp.pad(dy_j * w32[j][None, None], ((0, 0), (j, window - 1 - j), (0, 0)))
     dx = dx_ext[:, window - 1 :]
-    if window > 1 and axis_size(axis_name) > 1:
+    if window > 1 and axis is not None:
         # What this rank owes the tokens it borrowed goes home; the last rank receives zeros.
-        dx_home = neighbour_permute(dx_ext[:, : window - 1], axis_name, -1)
+        dx_home = axis.shift(dx_ext[:, : window - 1], -1)
         dx = dx.at[:, length - window + 1 :].add(dx_home)
     d_segments = None if seg_ext is None else np.zeros((x.shape[0], length), jax.dtypes.float0)
     return dx.astype(x.dtype), jnp.stack(dw).astype(w.dtype), d_segments
@@ -88,12 +88,12 @@ def _conv_backward(axis_name: AxisName, residuals: Any, dy: jax.Array):
 _conv.defvjp(_conv_forward, _conv_backward)
 
 
-def _with_halo(x: jax.Array, halo: int, axis_name: AxisName) -> jax.Array:
+def _with_halo(x: jax.Array, halo: int, axis: SequenceAxis | None) -> jax.Array:
     """[B, T, ...] -> [B, halo + T, ...]: the last `halo` tokens of the previous rank, zeros before the first token."""
-    if axis_size(axis_name) > 1:
-        head = neighbour_permute(x[:, x.shape[1] - halo :], axis_name, 1)
-    else:
+    if axis is None:
         head = jnp.zeros((x.shape[0], halo, *x.shape[2:]), x.dtype)
+    else:
+        head = axis.shift(x[:, x.shape[1] - halo :], 1)
     return jnp.concatenate([head, x], axis=1)
 
 

@@ -165,73 +165,84 @@ def backward_block(
     dstates, dnew, dstate = _reverse_walk(dstate, p, dout, dout_att)
     states, new, dstates, dnew = _separate((states, new, dstates, dnew))
 
-    dvb = dot("nbgrij,nbgriv->nbgrjv", inverse_m, dnew)
+    # e = -inv^T dnew: minus the cotangent of beta v; dw' = e state^T is the cotangent of beta head k, dL = e new^T.
+    e = dot("nbgrij,nbgriv->nbgrjv", inverse_m, dnew)
     beta = from_lanes(x.beta, batch)
-    dv = (beta[..., None] * dvb).astype(dtype)
-    v_dvb = jnp.sum(x.v.astype(jnp.float32) * dvb, axis=-1)
-    dvb, dv, v_dvb = _separate((dvb.astype(dtype), dv, v_dvb))
+    dv = (-beta[..., None] * e).astype(dtype)
+    v_e = jnp.sum(x.v.astype(jnp.float32) * e, axis=-1)
+    e, dv, v_e = _separate((e.astype(dtype), dv, v_e))
 
     # Products with the states, each used twice: scaled and summed over the value heads of a key head for dq and dk, and
-    # dotted with q or k for the decays. dvb stands for -dw: dw = -dvb state^T.
+    # dotted with q or k for the decays.
     head, tail = from_lanes(scores.decay.head, batch), from_lanes(scores.decay.tail, batch)
     dq, q_dq = _separate(_through_state(dout, states, x.q, scale * head))
-    dk_w, k_dw = _separate(_through_state(dvb, states, x.k, beta * head))
+    dk_w, k_dw = _separate(_through_state(e, states, x.k, beta * head))
     dk_tail, k_dtail = _separate(_through_state(new, dstates, x.k, tail))
     datt = to_lanes(dot("nbgriv,nbgrjv->nbgrij", dout, new).astype(dtype))
-    dlower = to_lanes(dot("nbgriv,nbgrjv->nbgrij", dvb, new).astype(dtype))
+    dlower = to_lanes(dot("nbgriv,nbgrjv->nbgrij", e, new).astype(dtype))
     datt, dlower = _separate((datt, dlower))
 
-    within = _separate(_within_chunk(x, scores, scale * datt.astype(jnp.float32), -dlower.astype(jnp.float32)))
+    within = _separate(_within_chunk(x, scores, scale * datt.astype(jnp.float32), dlower.astype(jnp.float32)))
     dcarry = to_lanes(jnp.sum(states.astype(jnp.float32) * dstates.astype(jnp.float32), axis=(-2, -1), keepdims=True))
-    q_dq, k_dw, k_dtail, v_dvb = (to_lanes(rows[..., None])[..., 0, :] for rows in (q_dq, k_dw, k_dtail, v_dvb))
+    q_dq, k_dw, k_dtail, v_e = (to_lanes(rows[..., None])[..., 0, :] for rows in (q_dq, k_dw, k_dtail, v_e))
     # Cotangents of the logarithms of head and tail, which are sums of g up to and from after a token.
-    dhead = scores.decay.head * (scale * q_dq - x.beta * k_dw)
+    dhead = scores.decay.head * (scale * q_dq + x.beta * k_dw)
     dhead = dhead.at[:, -1].add(scores.decay.head[:, -1] * dcarry[:, 0, 0])
     dg = _sum_from(within.row - within.column + dhead) + _sum_before(scores.decay.tail * k_dtail)
-    dbeta = within.dbeta + v_dvb - scores.decay.head * k_dw
+    dbeta = within.dbeta - v_e + scores.decay.head * k_dw
 
     dqk, dkk = from_lanes(within.dqk, batch).astype(dtype), from_lanes(within.dkk, batch).astype(dtype)
     dq = dq + dot("nbgij,nbgjk->nbgik", dqk, x.k)
-    dk = dk_tail - dk_w + dot("nbgij,nbgik->nbgjk", dqk, x.q) + dot("nbgij,nbgjk->nbgik", dkk, x.k)
+    dk = dk_tail + dk_w + dot("nbgij,nbgik->nbgjk", dqk, x.q) + dot("nbgij,nbgjk->nbgik", dkk, x.k)
     return dstate, BlockGradients(dq.astype(dtype), dk.astype(dtype), dv, dg, dbeta)
 
 
 def _replay(state: jax.Array, p: _Operands) -> tuple[jax.Array, jax.Array]:
     """The states entering the chunks [N,B,G,R,K,V] and the new values [N,B,G,R,C,V], in the operands' dtype."""
-    dtype, chunks = p.u.dtype, p.u.shape[0]
+    dtype, last = p.u.dtype, p.u.shape[0] - 1
     carry = jnp.broadcast_to(p.carry, (*p.carry.shape[:-1], state.shape[-1]))
+
+    def new_values(n, state):
+        new = _at(p.u, n).astype(jnp.float32) - dot("bgrck,bgrkv->bgrcv", _at(p.w, n), state.astype(dtype))
+        return _separate(new.astype(dtype))
 
     def step(n, walk):
         state, states, new = walk
-        new_n = (_at(p.u, n).astype(jnp.float32) - dot("bgrck,bgrkv->bgrcv", _at(p.w, n), state.astype(dtype))).astype(dtype)
+        new_n = new_values(n, state)
         state = _at(carry, n) * state + dot("bgrck,bgrcv->bgrkv", _at(p.k_tail, n), new_n)
         return state, _put(states, state.astype(dtype), n + 1), _put(new, new_n, n)
 
-    states = _put(lax.empty((chunks + 1, *state.shape), dtype), state.astype(dtype), 0)
-    _, states, new = lax.fori_loop(0, chunks, step, (state, states, lax.empty(p.u.shape, dtype)))
-    return states[:chunks], new
+    states = _put(lax.empty((last + 1, *state.shape), dtype), state.astype(dtype), 0)
+    state, states, new = lax.fori_loop(0, last, step, (state, states, lax.empty(p.u.shape, dtype)))
+    return states, _put(new, new_values(last, state), last)
 
 
 def _reverse_walk(
     dstate: jax.Array, p: _Operands, dout: jax.Array, dout_att: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cotangents of the states leaving the chunks, of the new values, and of the state entering the block."""
-    dtype, chunks = p.u.dtype, p.u.shape[0]
+    """Cotangents of the states leaving the chunks, minus those of the new values, and of the state entering the block."""
+    dtype, last = p.u.dtype, p.u.shape[0] - 1
     carry = jnp.broadcast_to(p.carry, (*p.carry.shape[:-1], dstate.shape[-1]))
-    w_q = _separate(jnp.concatenate([-p.w, p.q_head], axis=-2))
+    w_q = _separate(jnp.concatenate([p.w, p.q_head], axis=-2))
+
+    def adjoint(n, dstate, dnew):
+        # Minus the cotangent of the new values, so that w and q_head share one product: dstate gets q_head^T dout - w^T dnew.
+        dnew_n = dot("bgrck,bgrkv->bgrcv", _at(p.k_tail, n), dstate.astype(dtype)) + _at(dout_att, n).astype(jnp.float32)
+        dnew_n = _separate((-dnew_n).astype(dtype))
+        pair = jnp.concatenate([dnew_n, _at(dout, n)], axis=-2)
+        dstate = _at(carry, n) * dstate + dot("bgrck,bgrcv->bgrkv", _at(w_q, n), pair)
+        return dstate, _put(dnew, dnew_n, n)
 
     def step(j, walk):
         dstate, dstates, dnew = walk
-        n = chunks - 1 - j
-        dnew_n = _at(dout_att, n).astype(jnp.float32) + dot("bgrck,bgrkv->bgrcv", _at(p.k_tail, n), dstate.astype(dtype))
-        dnew_n = dnew_n.astype(dtype)
-        pair = jnp.concatenate([dnew_n, _at(dout, n)], axis=-2)
-        dstate = _at(carry, n) * dstate + dot("bgrck,bgrcv->bgrkv", _at(w_q, n), pair)
-        return dstate, _put(dstates, dstate.astype(dtype), n), _put(dnew, dnew_n, n)
+        n = last - j
+        dstate, dnew = adjoint(n, dstate, dnew)
+        return dstate, _put(dstates, dstate.astype(dtype), n - 1), dnew
 
-    dstates = _put(lax.empty((chunks + 1, *dstate.shape), dtype), dstate.astype(dtype), chunks)
-    dstate, dstates, dnew = lax.fori_loop(0, chunks, step, (dstate, dstates, lax.empty(p.u.shape, dtype)))
-    return dstates[1:], dnew, dstate
+    dstates = _put(lax.empty((last + 1, *dstate.shape), dtype), dstate.astype(dtype), last)
+    dstate, dstates, dnew = lax.fori_loop(0, last, step, (dstate, dstates, lax.empty(p.u.shape, dtype)))
+    dstate, dnew = adjoint(0, dstate, dnew)
+    return dstates, dnew, dstate
 
 
 def _through_state(a: jax.Array, states: jax.Array, x: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,8 +15,8 @@ does twice the mean work.
 
 At every step the next K and V travel while the current ones are used. The backward pass turns K and V around once more;
 their gradients, float32, follow one step behind, so that no transfer waits for the step's products, and take one more hop
-home. A rank sends 2(P-1) T G (K+V) elements of the operands' dtype (forward and backward) and P T G (K+V) float32, plus
-2(P-1) B T int32 of segment ids if there are any. Memory does not depend on P. (all_gather: it does.)
+home. A rank sends (P-1) B T G (K+V) elements of the operands' dtype forward; P times that many backward, and P-1 times
+that many float32; with segment ids 2(P-1) B T int32 more. Memory does not depend on P. (all_gather: it does.)
 """
 
 import dataclasses
@@ -108,8 +108,10 @@ def _attend_bwd(plan, residuals, d_out_BHTV):
 
     visit_all = _visit_ring if plan.kind == "ring" else _visit_gathered
     dq, key_gradients = visit_all(plan, visit, kernel.start_query_gradient(queries), keys)
-    gradients = kernel.finish_query_gradient(dq), *kernel.finish_key_gradients(key_gradients)
-    return *(d.astype(x.dtype) for d, x in zip(gradients, (q_BHTK, k_BGTK, v_BGTV), strict=True)), None
+    dk, dv = (d.astype(k_BGTK.dtype) for d in kernel.finish_key_gradients(key_gradients))
+    if plan.kind == "ring":
+        dk, dv = _send_on(plan.axis_name, (dk, dv))
+    return kernel.finish_query_gradient(dq).astype(q_BHTK.dtype), dk, dv, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -122,7 +124,7 @@ Visit = Callable[..., tuple[Any, KeyGradients | tuple[()]]]
 
 
 def _visit_ring(plan: _Plan, visit: Visit, state: Any, keys: Keys) -> tuple[Any, Any]:
-    """(state after all keys of the sequence that this rank's queries see, the gradients of the rank's own keys)"""
+    """(state after all keys that this rank's queries see, the gradients of the NEXT rank's keys: one hop from home)"""
     size, rank = lax.axis_size(plan.axis_name), lax.axis_index(plan.axis_name)
     send = functools.partial(_send_on, plan.axis_name)
     zigzag = plan.kernel.parts == 2
@@ -146,12 +148,11 @@ def _visit_ring(plan: _Plan, visit: Visit, state: Any, keys: Keys) -> tuple[Any,
     (state, gradients, keys), _ = lax.scan(
         body, (state, gradients, coming), jnp.arange(1, size - 1, dtype=jnp.int32), length=size - 2
     )
-    state, gradients = step(state, gradients, keys, jnp.int32(size - 1))
-    return state, send(gradients)
+    return step(state, gradients, keys, jnp.int32(size - 1))
 
 
 def _visit_gathered(plan: _Plan, visit: Visit, state: Any, keys: Keys) -> tuple[Any, Any]:
-    """The same with the keys of all ranks here at once, and their gradients summed at the end."""
+    """The same with the keys of all ranks here at once; the gradients, summed at the end, are those of its own keys."""
     size, rank = lax.axis_size(plan.axis_name), lax.axis_index(plan.axis_name)
     state, own = _visit_own(plan, visit, state, keys)
     if size == 1:

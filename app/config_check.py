@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from app.config import Config, ConfigError, did_you_mean, flatten, mesh_problems, resolve_mesh
 
 CHOICES = {
-    "controller": ("multi", "single"),
+    "controller": ("multi",),  # one process that drives all devices comes with the launchers
     "remat": ("full", "exchanges", "none"),
     "data.documents": ("separate", "joined"),
     "dtypes.compute": ("float32", "bfloat16"),

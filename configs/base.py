@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     config.global_batch = 8  # rows of one optimizer step, whole sequences, over all devices
     config.accumulation = 1  # micro-batches that a step is cut into, one after the other
     config.seed = 0  # of parameters and data order
-    config.controller = "multi"  # "multi": a process per host; "single": one process drives all devices (Pathways)
+    config.controller = "multi"  # a process per host
     # What a layer keeps for its backward. "full": nothing, all is recomputed; "exchanges": what came over the network
     # along the sequence (small), so that recomputing repeats no communication; "none": everything.
     config.remat = "exchanges"

@@ -22,7 +22,7 @@ from app.models.gdn_mixer import GdnMixer
 # recomputes everything local, but repeats no collective of the sequence.
 REMAT_POLICIES: dict[str, Callable] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "exchanges": jax.checkpoint_policies.save_only_these_names(*getattr(gdn, "RESIDUAL_NAMES", ()), attention.OUT_NAME, attention.LSE_NAME),
+    "exchanges": jax.checkpoint_policies.save_only_these_names(*gdn.STATE_NAMES, attention.OUT_NAME, attention.LSE_NAME),
 }
 
 

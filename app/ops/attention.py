@@ -114,16 +114,17 @@ def _causal_fwd(q_BHTK, k_BGTK, v_BGTV, segment_ids_BT, kernel):
     queries, keys = kernel.queries(q_BHTK, segment_ids_BT), kernel.keys(k_BGTK, v_BGTV, segment_ids_BT)
     products = jnp.array(_ITSELF, jnp.int32)
     running = kernel.accumulate(kernel.start(queries, keys), queries, keys, products, "diagonal")
-    out_BHTV, lse_BHT = named(*kernel.finish(running), q_BHTK.dtype)
+    out_BHTV, lse_BHT = kernel.finish(running)
+    out_BHTV, lse_BHT = named(out_BHTV, lse_BHT, q_BHTK.dtype)
     return out_BHTV, (q_BHTK, k_BGTK, v_BGTV, segment_ids_BT, out_BHTV, lse_BHT)
 
 
 def _causal_bwd(kernel, residuals, d_out_BHTV):
     q_BHTK, k_BGTK, v_BGTV, segment_ids_BT, out_BHTV, lse_BHT = residuals
     queries, keys = kernel.queries(q_BHTK, segment_ids_BT), kernel.keys(k_BGTK, v_BGTV, segment_ids_BT)
-    queries = kernel.with_cotangent(queries, out_BHTV, lse_BHT, d_out_BHTV)
+    cotangents = kernel.cotangents(out_BHTV, lse_BHT, d_out_BHTV)
     dq, key_gradients = kernel.accumulate_gradients(
-        kernel.start_query_gradient(queries), queries, keys, jnp.array(_ITSELF, jnp.int32), "diagonal"
+        kernel.start_query_gradient(queries), queries, cotangents, keys, jnp.array(_ITSELF, jnp.int32), "diagonal"
     )
     gradients = kernel.finish_query_gradient(dq), *kernel.finish_key_gradients(key_gradients)
     return *(d.astype(x.dtype) for d, x in zip(gradients, (q_BHTK, k_BGTK, v_BGTV), strict=True)), None

@@ -1,8 +1,8 @@
 """Products of blocks of queries and keys in plain XLA: what causal and ring attention are made of.
 
 Letters: B batch, T query time, S key time, H query heads, G key/value heads (each serves H/G neighbouring query heads),
-K key head dim, V value head dim. Tiles: N tiles of a sequence, C tokens of a tile, M rows of a tile of queries (H/G heads
-x C tokens).
+K key head dim, V value head dim. Tiles: N tiles of a sequence, C tokens of a tile, M rows of a tile of queries (H/G
+heads x C tokens).
 
     scores_st = scale k_s.q_t where query t sees key s;  top_t = max_s scores_st;  sum_t = sum_s e^(scores_st - top_t)
     out_t = sum_s e^(scores_st - top_t) v_s / sum_t;     lse_t = top_t + log sum_t
@@ -30,13 +30,18 @@ HIDDEN = -1e30
 
 
 class Queries(NamedTuple):
-    """Tiled query side; the last three are there in the backward pass only."""
+    """Tiled query side."""
 
     q: jax.Array  # [N,B,G,M,K]
     ids: jax.Array | None  # segment ids [N,B,M], padding is -1; None: one document and no padding
-    lse: jax.Array | None = None  # [N,B,G,M] over ALL keys of the query
-    delta: jax.Array | None = None  # [N,B,G,M]
-    d_out: jax.Array | None = None  # [N,B,G,M,V]
+
+
+class Cotangents(NamedTuple):
+    """What the backward pass needs of the queries besides, tiled alike."""
+
+    d_out: jax.Array  # [N,B,G,M,V]
+    lse: jax.Array  # [N,B,G,M] over ALL keys of the query
+    delta: jax.Array  # [N,B,G,M]
 
 
 class Keys(NamedTuple):
@@ -101,22 +106,20 @@ class XlaKernel:
         if segment_ids_BT is None:
             return Queries(self._tile_rows(q_BHTK), None)
         # Padding sees nothing: -1 is no key's id, not even that of a padded key.
-        ids_NBC = self._tile(jnp.where(segment_ids_BT == 0, -1, segment_ids_BT)[:, None, :, None], fill=-1)[:, :, 0, :, 0]
+        ids_BT = jnp.where(segment_ids_BT == 0, -1, segment_ids_BT)
+        ids_NBC = self._tile(ids_BT[:, None, :, None], fill=-1)[:, :, 0, :, 0]
         return Queries(self._tile_rows(q_BHTK), jnp.tile(ids_NBC, (1, 1, self.ratio)))
 
     def keys(self, k_BGSK: jax.Array, v_BGSV: jax.Array, segment_ids_BS: jax.Array | None) -> Keys:
         ids_NBC = None if segment_ids_BS is None else self._tile(segment_ids_BS[:, None, :, None])[:, :, 0, :, 0]
         return Keys(self._tile(k_BGSK), self._tile(v_BGSV), ids_NBC)
 
-    def with_cotangent(
-        self, queries: Queries, out_BHTV: jax.Array, lse_BHT: jax.Array, d_out_BHTV: jax.Array
-    ) -> Queries:
-        """The query side of the backward pass."""
+    def cotangents(self, out_BHTV: jax.Array, lse_BHT: jax.Array, d_out_BHTV: jax.Array) -> Cotangents:
         delta_BHT = jnp.einsum("bhtv,bhtv->bht", out_BHTV.astype(jnp.float32), d_out_BHTV.astype(jnp.float32))
         # A query that saw no key has lse = HIDDEN; against half of it its hidden scores give p = 0, not e^0.
         lse_BHT = jnp.maximum(lse_BHT, 0.5 * HIDDEN)
         lse_NBGM, delta_NBGM = (self._tile_rows(x[..., None])[..., 0] for x in (lse_BHT, delta_BHT))
-        return queries._replace(lse=lse_NBGM, delta=delta_NBGM, d_out=self._tile_rows(d_out_BHTV))
+        return Cotangents(self._tile_rows(d_out_BHTV), lse_NBGM, delta_NBGM)
 
     def start(self, queries: Queries, keys: Keys) -> Running:
         """No key seen yet."""
@@ -170,6 +173,7 @@ class XlaKernel:
         self,
         dq_NBGKM: jax.Array,
         queries: Queries,
+        cotangents: Cotangents,
         keys: Keys,
         products: jax.Array,
         kind: Kind,
@@ -179,12 +183,12 @@ class XlaKernel:
 
         def product(query, key, block):
             dq_BGKM, key_gradients = block
-            q_BGMK, d_out_BGMV = queries.q[query.tile], queries.d_out[query.tile]
+            q_BGMK, d_out_BGMV = queries.q[query.tile], cotangents.d_out[query.tile]
             k_BGCK, v_BGCV = keys.k[key.tile], keys.v[key.tile]
             scores_BGCM = self._scores(queries, keys, query, key, kind)
-            p_BGCM = jnp.exp(scores_BGCM - queries.lse[query.tile][..., None, :])
+            p_BGCM = jnp.exp(scores_BGCM - cotangents.lse[query.tile][..., None, :])
             dp_BGCM = _dot("bgcv,bgmv->bgcm", v_BGCV, d_out_BGMV)
-            ds_BGCM = p_BGCM * (dp_BGCM - queries.delta[query.tile][..., None, :]) * self.scale
+            ds_BGCM = p_BGCM * (dp_BGCM - cotangents.delta[query.tile][..., None, :]) * self.scale
             ds_BGCM = ds_BGCM.astype(q_BGMK.dtype)
             dk = key_gradients.dk + _dot("bgcm,bgmk->bgck", ds_BGCM, q_BGMK)
             dv = key_gradients.dv + _dot("bgcm,bgmv->bgcv", p_BGCM.astype(d_out_BGMV.dtype), d_out_BGMV)

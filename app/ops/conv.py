@@ -90,6 +90,8 @@ _conv.defvjp(_conv_forward, _conv_backward)
 
 def _with_halo(x: jax.Array, halo: int, axis: SequenceAxis | None) -> jax.Array:
     """[B, T, ...] -> [B, halo + T, ...]: the last `halo` tokens of the previous rank, zeros before the first token."""
+    if halo == 0:
+        return x
     if axis is None:
         head = jnp.zeros((x.shape[0], halo, *x.shape[2:]), x.dtype)
     else:

@@ -1,15 +1,44 @@
-"""The gated delta rule over a (possibly sequence-sharded) time axis. STAGE 1: plain chunked form, gradients by autodiff."""
+"""The gated delta rule, over time that may be sharded over ranks.
 
+    state_t = e^{g_t} (I - beta_t k_t k_t^T) state_{t-1} + beta_t k_t v_t^T,      out_t = scale state_t^T q_t
+
+Letters: B batch, T time (this rank's part), H value heads, G key heads, R = H / G, K key dim, V value dim, P ranks along
+the sequence. Tokens are worked on in chunks, chunks in blocks. Ranks exchange one affine map and one state per head, log2 P
+times, whatever the length of the sequence. Derivation, costs and measurements: app/ops/README.md.
+"""
+
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from app.ops.affine_scan import AffineMap, AxisName, axis_size, exclusive_scan, neighbour_permute
+from app.ops.affine_scan import AffineMap, AxisName, SequenceAxis, apply, exclusive_scan, matmul, sequence_axis
+from app.ops.gdn_block import backward_block, forward_block
+from app.ops.gdn_chunk import dot
+from app.ops.gdn_layout import (
+    Blocks,
+    Inputs,
+    pad_tokens,
+    plan_blocks,
+    read_block,
+    read_values,
+    write_gates,
+    write_keys,
+    write_values,
+)
 
-_HI = lax.Precision.HIGHEST
+# checkpoint_name's of what the backward reads besides the inputs. The first group is what only the exchange between ranks
+# can give: with it kept, a rematerialised layer repeats no collective of this file. Bytes: app/ops/README.md.
+STATE_NAMES = ("gdn_entry_state", "gdn_transition", "gdn_border")
+FACTOR_NAMES = ("gdn_inverse", "gdn_query_map", "gdn_out")
+
+# Policies for jax.checkpoint around a layer.
+keep_states = jax.checkpoint_policies.save_only_these_names(*STATE_NAMES)
+keep_all = jax.checkpoint_policies.save_only_these_names(*STATE_NAMES, *FACTOR_NAMES)
 
 
 def gated_delta_rule(
@@ -25,81 +54,251 @@ def gated_delta_rule(
     chunk_size: int = 64,
     scale: float | None = None,
     return_final_state: bool = False,
-):
-    """out [B,T,H,V] in v's dtype (and float32 state [B,H,K,V] after the whole sequence)."""
-    B, T, G, K = q.shape
-    H, V = v.shape[2:]
-    r = H // G
-    dtype = v.dtype
-    scale = K**-0.5 if scale is None else scale
-    sharded = axis_size(axis_name) > 1
-    C = chunk_size
-    pad = -T % C
-    if segment_ids is None:
-        count = jnp.zeros((B, T), jnp.int32)
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Outputs of the gated delta rule, and on request the state after the whole sequence.
+
+    Args:
+      q, k: [B,T,G,K], already l2-normalised; key head h // R serves value head h.
+      v: [B,T,H,V].
+      g: [B,T,H] log decay <= 0; beta: [B,T,H] write strength. Both are used in float32.
+      segment_ids: [B,T] int32; the state is reset wherever the id changes, also at a rank border. An id has no other
+        meaning: positions with id 0 are a document like any other. None: one document.
+      initial_state: [B,H,K,V] float32 before the first token (which continues it), the same on every rank; None: zero.
+      axis_name: mesh axis, tuple of axes (major first) or SequenceAxis that time is sharded over, under shard_map;
+        rank order must be sequence order. None: not sharded.
+      chunk_size: tokens per chunk, a power of two.
+      scale: factor on q; None: K^-0.5.
+      return_final_state: whether to return the state too.
+
+    Returns:
+      out [B,T,H,V] in v's dtype, or (out, state [B,H,K,V] float32; the same on every rank). States, decays and maps are
+      float32; matrix products take operands in the common dtype of q, k, v and accumulate in float32. The backward
+      returns this rank's partial cotangents: that of initial_state is zero on all ranks but the first.
+
+    Raises:
+      ValueError: shapes disagree, H is no multiple of G, or chunk_size is no power of two.
+    """
+    _check_shapes(q, k, v, g, beta, segment_ids, initial_state, chunk_size)
+    batch, tokens, key_heads, key_dim = q.shape
+    static = _Static(
+        axis=sequence_axis(axis_name),
+        blocks=plan_blocks(tokens, batch * key_heads, chunk_size),
+        scale=key_dim**-0.5 if scale is None else float(scale),
+        has_initial_state=initial_state is not None,
+        return_final_state=return_final_state,
+    )
+    common = functools.reduce(jnp.promote_types, (x.dtype for x in (q, k, v)))
+    compute = common if common in (jnp.bfloat16, jnp.float16) else jnp.float32
+    if initial_state is not None:
+        initial_state = initial_state.astype(jnp.float32)
+    out, final_state = _rule(
+        static,
+        *(x.astype(compute) for x in (q, k, v)),
+        *(x.astype(jnp.float32) for x in (g, beta)),
+        segment_ids,
+        initial_state,
+    )
+    out = out.astype(v.dtype)
+    return (out, final_state) if return_final_state else out
+
+
+def _check_shapes(q, k, v, g, beta, segment_ids, initial_state, chunk_size: int) -> None:
+    if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:2] != q.shape[:2]:
+        raise ValueError(f"gated_delta_rule: expected q, k [B,T,G,K] and v [B,T,H,V], got {q.shape}, {k.shape}, {v.shape}")
+    batch, tokens, heads, value_dim = v.shape
+    key_heads, key_dim = q.shape[2:]
+    if not tokens:
+        raise ValueError("gated_delta_rule: T is 0; a rank needs at least one token")
+    if heads % key_heads:
+        raise ValueError(f"gated_delta_rule: {heads} value heads (v) are no multiple of {key_heads} key heads (q, k)")
+    expected = {
+        "g": (g, v.shape[:3]),
+        "beta": (beta, v.shape[:3]),
+        "segment_ids": (segment_ids, (batch, tokens)),
+        "initial_state": (initial_state, (batch, heads, key_dim, value_dim)),
+    }
+    for name, (x, shape) in expected.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"gated_delta_rule: {name} must have shape {shape}, got {x.shape}")
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"gated_delta_rule: chunk_size must be a power of two, got {chunk_size}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is known while tracing."""
+
+    axis: SequenceAxis | None
+    blocks: Blocks
+    scale: float
+    has_initial_state: bool
+    return_final_state: bool
+
+
+class _Residuals(NamedTuple):
+    """Saved for the backward: padded inputs; float32 states entering the blocks [blocks,B,G,R,K,V]; inverse
+    [blocks,R,C,C,Z]. Over several ranks: this rank's transition [B,G,R,K,K] and query_map [B,T,H,K]."""
+
+    inputs: Inputs
+    states: jax.Array
+    inverse: jax.Array
+    transition: jax.Array | None
+    query_map: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rule(static: _Static, q, k, v, g, beta, segment_ids, initial_state):
+    """(out, final state or None); q, k, v in the compute dtype, g, beta, initial_state float32."""
+    return _forward(static, q, k, v, g, beta, segment_ids, initial_state)[0]
+
+
+def _forward(static: _Static, q, k, v, g, beta, segment_ids, initial_state):
+    document = None if segment_ids is None else pad_tokens(_documents(static.axis, segment_ids), static.blocks, "edge")
+    x = Inputs(*(pad_tokens(y, static.blocks) for y in (q, k, v, g, beta)), document)
+    batch, _, key_heads, key_dim = q.shape
+    shape = (batch, key_heads, x.repeats, key_dim, v.shape[-1])
+    initial = None if initial_state is None else initial_state.reshape(shape)
+    run = _run_whole if static.axis is None else _run_part
+    out, state, residuals = run(static, x, shape, initial)
+    out = checkpoint_name(out[:, : v.shape[1]], "gdn_out")
+    final_state = None
+    if static.return_final_state:
+        final_state = state if static.axis is None else _from_last_rank(static.axis, state)
+        final_state = _merge_heads(final_state)
+    return (out, final_state), residuals
+
+
+def _documents(axis: SequenceAxis | None, segment_ids: jax.Array) -> jax.Array:
+    """[B,T]: document starts at or before a token of this rank. The very first token continues the initial state."""
+    before = segment_ids[:, :1]
+    if axis is not None:
+        arriving = checkpoint_name(axis.shift(segment_ids[:, -1:], 1), "gdn_border")
+        before = jnp.where(axis.rank == 0, before, arriving)
+    starts = segment_ids != jnp.concatenate([before, segment_ids[:, :-1]], axis=1)
+    return jnp.cumsum(starts.astype(jnp.int32), axis=1)
+
+
+def _run_whole(static: _Static, x: Inputs, shape: tuple[int, ...], initial: jax.Array | None):
+    """The whole sequence on one rank: (out [B,T,H,V], state after it, residuals)."""
+    blocks = static.blocks
+
+    def body(i, walk):
+        state, states, inverses, out = walk
+        states = _put(states, state, i)
+        state, y = forward_block(state, read_block(x, i, blocks), static.scale)
+        return state, states, _put(inverses, y.inverse, i), write_values(out, y.out, i, blocks)
+
+    state = jnp.zeros(shape, jnp.float32) if initial is None else initial
+    buffers = _stack_empty(blocks, state), _empty_inverses(static, x), lax.empty(x.v.shape, x.v.dtype)
+    state, states, inverses, out = lax.fori_loop(0, blocks.blocks, body, (state, *buffers))
+    states, inverses = checkpoint_name(states, "gdn_entry_state"), checkpoint_name(inverses, "gdn_inverse")
+    return out, state, _Residuals(x, states, inverses, None, None)
+
+
+def _run_part(static: _Static, x: Inputs, shape: tuple[int, ...], initial: jax.Array | None):
+    """This rank's part of a sequence, in three phases.
+
+    1. Walk from a zero state, and from the identity beside it: that gives this rank's affine map, the outputs that its own
+       tokens cause, and query_map, through which the still unknown entering state will add to each output.
+    2. Exclusive prefix scan of the maps over the ranks: the state entering this one.
+    3. Add its part to the outputs and to the blocks' entry states. Both are linear in it: no second walk.
+    """
+    blocks, axis, dtype = static.blocks, static.axis, x.v.dtype
+    *batch, key_dim, value_dim = shape
+
+    def body(i, walk):
+        state, states, inverses, local_out, query_map = walk
+        states = _put(states, state, i)
+        state, y = forward_block(state, read_block(x, i, blocks), static.scale)
+        local_out = write_values(local_out, y.out, i, blocks)
+        query_map = write_values(query_map, y.query_map, i, blocks)
+        return state, states, _put(inverses, y.inverse, i), local_out, query_map
+
+    identity = jnp.broadcast_to(jnp.eye(key_dim, dtype=jnp.float32), (*batch, key_dim, key_dim))
+    state = jnp.concatenate([jnp.zeros(shape, jnp.float32), identity], axis=-1)
+    buffers = lax.empty(x.v.shape, dtype), lax.empty((*x.v.shape[:3], key_dim), dtype)
+    walk = state, _stack_empty(blocks, state), _empty_inverses(static, x), *buffers
+    state, states, inverses, local_out, query_map = lax.fori_loop(0, blocks.blocks, body, walk)
+    inverses = checkpoint_name(inverses, "gdn_inverse")
+    query_map = checkpoint_name(query_map, "gdn_query_map")
+    local = AffineMap(checkpoint_name(state[..., value_dim:], "gdn_transition"), state[..., :value_dim])
+
+    entry = checkpoint_name(exclusive_scan(local, axis, initial_state=initial), "gdn_entry_state")
+
+    added = dot("bthk,bhkv->bthv", query_map, _merge_heads(entry).astype(dtype))
+    out = (local_out.astype(jnp.float32) + added).astype(dtype)
+    entries = jnp.broadcast_to(entry, (blocks.blocks, *shape))
+    states = checkpoint_name(matmul(states[..., value_dim:], entries) + states[..., :value_dim], "gdn_entry_state")
+    final_state = apply(local, entry) if static.return_final_state else None
+    return out, final_state, _Residuals(x, states, inverses, local.transition, query_map)
+
+
+def _backward(static: _Static, residuals: _Residuals, cotangents):
+    x, states, blocks, axis = residuals.inputs, residuals.states, static.blocks, static.axis
+    tokens = cotangents[0].shape[1]
+    dout = pad_tokens(cotangents[0], blocks)
+    dfinal = cotangents[1].reshape(states.shape[1:]) if static.return_final_state else None
+    if axis is None:
+        dstate = jnp.zeros(states.shape[1:], jnp.float32) if dfinal is None else dfinal
     else:
-        prev = segment_ids[:, :1]
-        if sharded:
-            before = neighbour_permute(segment_ids[:, -1:], axis_name, 1)
-            prev = jnp.where(lax.axis_index(axis_name) == 0, prev, before)
-        shifted = jnp.concatenate([prev, segment_ids[:, :-1]], 1)
-        count = jnp.cumsum((segment_ids != shifted).astype(jnp.int32), 1)
-    f32 = jnp.float32
-    padt = lambda x: jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-    q, k, v, g, beta = (padt(x.astype(f32)) for x in (q, k, v, g, beta))
-    q = q * scale
-    count = jnp.pad(count, [(0, 0), (0, pad)], mode="edge")
-    N = (T + pad) // C
-    ch = lambda x: jnp.moveaxis(x.reshape(B, N, C, *x.shape[2:]), 1, 0)
-    q, k, count = ch(q), ch(k), ch(count)
-    v = ch(v).reshape(N, B, C, G, r, V)
-    g, beta = ch(g).reshape(N, B, C, G, r), ch(beta).reshape(N, B, C, G, r)
-    first = jnp.concatenate([jnp.zeros((1, B), jnp.int32), count[:-1, :, -1]], 0)
-    e = functools.partial(jnp.einsum, precision=_HI)
-    tri = np.tril(np.ones((C, C), bool))
+        # Every rank returned the last rank's state: their cotangents add up there.
+        dfinal = None if dfinal is None else lax.psum(dfinal, axis.names)
+        dstate = _arriving_cotangent(residuals, dout, axis, dfinal)
 
-    def factors(q, k, g, beta, count, first):
-        seg = jnp.where(np.tril(np.ones((C, C), bool), -1)[None, :, :, None, None], g[:, :, None], 0.0)
-        D = jnp.exp(jnp.cumsum(seg, 1))
-        same = (count[:, :, None] == count[:, None, :]) & tri[None]
-        D = jnp.where(same[..., None, None], D, 0.0)
-        kk, qk = e("bigk,bjgk->bijg", k, k), e("bigk,bjgk->bijg", q, k)
-        strict = np.tril(np.ones((C, C), bool), -1)[None, :, :, None, None]
-        L = jnp.where(strict, beta[:, :, None] * kk[..., None] * D, 0.0)
-        c = jnp.where((count == first[:, None])[..., None, None], jnp.exp(jnp.cumsum(g, 1)), 0.0)
-        A = jnp.moveaxis(L, (1, 2), (3, 4)) + jnp.eye(C)[None, None, None]
-        return A, qk[..., None] * D, c, D[:, -1], c[:, -1]
+    def body(j, walk):
+        dstate, dx = walk
+        i = blocks.blocks - 1 - j
+        dout_i = read_values(dout, i, blocks, x.repeats)
+        block = read_block(x, i, blocks)
+        dstate, y = backward_block(dstate, _at(states, i), _at(residuals.inverse, i), block, dout_i, static.scale)
+        writers = (write_keys, write_keys, write_values, write_gates, write_gates)
+        return dstate, tuple(write(whole, part, i, blocks) for write, whole, part in zip(writers, dx, y))
 
-    def vnew(A, rhs):
-        x = lax.linalg.triangular_solve(A, jnp.moveaxis(rhs, 1, 3), left_side=True, lower=True, unit_diagonal=True)
-        return jnp.moveaxis(x, 3, 1)
+    dx = tuple(lax.empty(y.shape, y.dtype) for y in x[:5])
+    dstate, dx = lax.fori_loop(0, blocks.blocks, body, (dstate, dx))
+    dinitial = None
+    if static.has_initial_state:
+        dinitial = dstate if axis is None else jnp.where(axis.rank == 0, dstate, 0.0)
+        dinitial = _merge_heads(dinitial)
+    return (*(y[:, :tokens] for y in dx), None, dinitial)
 
-    def step(S, x, values):
-        q, k, v, g, beta, count, first = x
-        A, att, c, dl, cl = factors(q, k, g, beta, count, first)
-        kS = e("bigk,bgrkv->bigrv", k, S)
-        rhs = (v if values else 0.0) - c[..., None] * kS
-        vn = vnew(A, beta[..., None] * rhs)
-        out = c[..., None] * e("bigk,bgrkv->bigrv", q, S) + e("bijgr,bjgrv->bigrv", att, vn)
-        S = cl[..., None, None] * S + e("bigk,bigrv->bgrkv", k, dl[..., None] * vn)
-        return S, out
 
-    xs = (q, k, v, g, beta, count, first)
-    run = lambda S, values: lax.scan(jax.checkpoint(functools.partial(step, values=values)), S, xs)
-    S0 = jnp.zeros((B, G, r, K, V), f32) if initial_state is None else initial_state.reshape(B, G, r, K, V)
-    final = None
-    if sharded:
-        bias = run(jnp.zeros((B, G, r, K, V), f32), True)[0]
-        eye = jnp.broadcast_to(jnp.eye(K)[None, None, None], (B, G, r, K, K))
-        xs_m = xs
-        M, _ = lax.scan(
-            jax.checkpoint(lambda S, x: (step(S, x[:2] + (jnp.zeros((B, C, G, r, K)),) + x[3:], True)[0], None)), eye, xs_m
-        )
-        S0 = exclusive_scan(AffineMap(M, bias), axis_name, None if initial_state is None else S0)
-    S, out = run(S0, True)
-    out = jnp.moveaxis(out, 0, 1).reshape(B, T + pad, H, V)[:, :T].astype(dtype)
-    if not return_final_state:
-        return out
-    if sharded:
-        S = lax.psum(jnp.where(lax.axis_index(axis_name) == axis_size(axis_name) - 1, S, 0.0), axis_name)
-    return out, S.reshape(B, H, K, V)
+_rule.defvjp(_forward, _backward)
+
+
+def _arriving_cotangent(residuals: _Residuals, dout: jax.Array, axis: SequenceAxis, dfinal: jax.Array | None) -> jax.Array:
+    """Cotangent of the state leaving this rank, from the ranks after it.
+
+    The map of cotangents through a rank has the transposed transition, and as its bias what the rank's own outputs send to
+    the state entering it: query_map^T dout, since query_map is that state's part in each output.
+    """
+    bias = dot("bthk,bthv->bhkv", residuals.query_map, dout).reshape(residuals.states.shape[1:])
+    adjoint = AffineMap(jnp.swapaxes(residuals.transition, -1, -2), bias)
+    return exclusive_scan(adjoint, axis, initial_state=dfinal, reverse=True)
+
+
+def _from_last_rank(axis: SequenceAxis, state: jax.Array) -> jax.Array:
+    return lax.psum(jnp.where(axis.rank == axis.size - 1, state, 0.0), axis.names)
+
+
+def _stack_empty(blocks: Blocks, state: jax.Array) -> jax.Array:
+    return lax.empty((blocks.blocks, *state.shape), state.dtype)
+
+
+def _empty_inverses(static: _Static, x: Inputs) -> jax.Array:
+    blocks = static.blocks
+    problems = blocks.chunks * x.q.shape[0] * x.q.shape[2]
+    return lax.empty((blocks.blocks, x.repeats, blocks.chunk, blocks.chunk, problems), x.v.dtype)
+
+
+def _merge_heads(state: jax.Array) -> jax.Array:
+    """[B,G,R,K,V] -> [B,H,K,V]."""
+    return state.reshape(state.shape[0], -1, *state.shape[3:])
+
+
+def _at(x: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+
+def _put(buffer: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(buffer, x, i, 0)

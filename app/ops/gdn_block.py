@@ -1,6 +1,7 @@
-"""One block of chunks of the gated delta rule: the walk over its chunks forward, and its analytic backward.
+"""One block of chunks of the gated delta rule: the walk over its chunks forward, and its analytic adjoint.
 
-Letters and layouts: app/ops/gdn_chunk.py. States are float32 [B,G,R,K,V]; matrix operands have the dtype of q, k, v.
+Letters and layouts: app/ops/gdn_layout.py; derivation: app/ops/README.md. States are float32 [B,G,R,K,V], matrix operands
+have the dtype of q, k and v. A kernel would replace the two functions of this file.
 """
 
 from typing import NamedTuple
@@ -9,99 +10,38 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from app.ops.gdn_chunk import (
-    BlockInputs,
-    Decay,
-    dot,
-    from_lanes,
-    mask_documents,
-    pairwise_decay,
-    strictly_lower,
-    to_lanes,
-    unit_lower_inverse,
-)
-
-# Keeps XLA from fusing unrelated products and their many reductions into one fusion that no longer fits the vector
-# memory (on v5p the backward of a block is a third slower without).
-_separate = lax.optimization_barrier
+from app.ops.gdn_chunk import Operands, Scores, chunk_inverse, chunk_operands, chunk_scores, dot, separate, strictly_lower
+from app.ops.gdn_layout import BlockInputs, from_lanes, to_lanes
 
 
-class _Scores(NamedTuple):
-    """Lane layout, float32: k k^T and q k^T [C,C,Z] (not scaled), and the decays."""
+class BlockOutputs(NamedTuple):
+    """Of one block, in the inputs' dtype: out [N,B,G,R,C,V], inverse [R,C,C,Z], and query_map [N,B,G,R,C,K] or None.
 
-    kk: jax.Array
-    qk: jax.Array
-    decay: Decay
-
-
-class _Operands(NamedTuple):
-    """What the walk multiplies the state with, matrix layout: u [..,C,V], w, q_head, k_tail [..,C,K], carry [..,1,1].
-
-    u = inv (beta v), w = inv (beta head k), q_head = scale head q, k_tail = tail k; carry is the decay of the whole
-    chunk; att [..,C,C] = scale tril(q k^T pair).
+    query_map takes the state that entered where the transition columns were the identity to what it adds to out.
     """
 
-    u: jax.Array
-    w: jax.Array
-    q_head: jax.Array
-    k_tail: jax.Array
-    att: jax.Array
-    carry: jax.Array
+    out: jax.Array
+    inverse: jax.Array
+    query_map: jax.Array | None
 
 
-def _scores(x: BlockInputs) -> _Scores:
-    decay = pairwise_decay(x.g)
-    if x.document is not None:
-        decay = mask_documents(decay, x.document, x.entry_document)
-    kk = to_lanes(dot("nbgik,nbgjk->nbgij", x.k, x.k))
-    qk = to_lanes(dot("nbgik,nbgjk->nbgij", x.q, x.k))
-    return _separate(_Scores(kk, qk, decay))
-
-
-def _inverse(x: BlockInputs, scores: _Scores) -> jax.Array:
-    """(I + L)^-1 in lane layout, L_ij = beta_i (k_i . k_j) pair_ij for i > j."""
-    return unit_lower_inverse(strictly_lower(x.beta[:, :, None] * scores.kk[None] * scores.decay.pair))
-
-
-def _operands(x: BlockInputs, scores: _Scores, inverse: jax.Array, scale: float) -> _Operands:
-    batch, dtype, decay = x.k.shape[:3], x.k.dtype, scores.decay
-    head, tail = from_lanes(decay.head, batch), from_lanes(decay.tail, batch)
-    # Scaling the columns of the inverse instead of v and k: no scaled copy of either exists, and k stays per key head.
-    inverse_u = from_lanes(inverse * x.beta[:, None], batch).astype(dtype)
-    inverse_w = from_lanes(inverse * (x.beta * decay.head)[:, None], batch).astype(dtype)
-    return _Operands(
-        u=dot("nbgrij,nbgrjv->nbgriv", inverse_u, x.v).astype(dtype),
-        w=dot("nbgrij,nbgjk->nbgrik", inverse_w, x.k).astype(dtype),
-        q_head=_scale_rows(x.q, head * scale).astype(dtype),
-        k_tail=_scale_rows(x.k, tail).astype(dtype),
-        att=from_lanes(scores.qk[None] * decay.pair * scale, batch).astype(dtype),
-        carry=head[..., -1:, None],
-    )
-
-
-def _scale_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """x [N,B,G,C,K] times rows [N,B,G,R,C] -> float32 [N,B,G,R,C,K]."""
-    return x.astype(jnp.float32)[:, :, :, None] * rows[..., None]
-
-
-def forward_block(state: jax.Array, x: BlockInputs, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def forward_block(state: jax.Array, x: BlockInputs, scale: float) -> tuple[jax.Array, BlockOutputs]:
     """Walk over the block's chunks.
 
     Args:
-      state: float32 [B,G,R,K,V+X] entering the block. Columns beyond V follow the same recurrence without writes: with
-        the identity in X = K of them, they become the block's transition, and their outputs the map from the state
-        entering it to the outputs.
+      state: float32 [B,G,R,K,V] entering the block, or [B,G,R,K,V+K]: the columns beyond V follow the same recurrence
+        without writes. Begun as the identity they become the transition of everything walked over.
 
     Returns:
-      state leaving the block, outputs [N,B,G,R,C,V+X] and the chunk inverses [R,C,C,Z], both in the inputs' dtype.
+      the state leaving the block, and its outputs.
     """
-    dtype, chunk, columns = x.v.dtype, x.v.shape[-2], state.shape[-1]
-    scores = _scores(x)
-    inverse = _inverse(x, scores).astype(dtype)
-    p = _operands(x, scores, inverse.astype(jnp.float32), scale)
+    dtype, (chunk, values), columns = x.v.dtype, x.v.shape[-2:], state.shape[-1]
+    scores = chunk_scores(x)
+    inverse = chunk_inverse(x, scores).astype(dtype)
+    p = chunk_operands(x, scores, inverse.astype(jnp.float32), scale)
     w_q = jnp.concatenate([p.w, p.q_head], axis=-2)
-    carry = jnp.broadcast_to(p.carry, (*p.carry.shape[:-1], columns))
-    u, w_q, k_tail, att, carry = _separate((p.u, w_q, p.k_tail, p.att, carry))
+    carry = _carry_rows(p, columns)
+    u, w_q, k_tail, att, carry = separate((p.u, w_q, p.k_tail, p.att, carry))
 
     def step(n, walk):
         state, out = walk
@@ -113,10 +53,17 @@ def forward_block(state: jax.Array, x: BlockInputs, scale: float) -> tuple[jax.A
 
     out = lax.empty((*u.shape[:-1], columns), dtype)
     state, out = lax.fori_loop(0, u.shape[0], step, (state, out))
-    return state, out, inverse
+    query_map = out[..., values:] if columns > values else None
+    return state, BlockOutputs(out[..., :values], inverse, query_map)
+
+
+def _carry_rows(p: Operands, columns: int) -> jax.Array:
+    """The decay over a chunk as whole rows: a scalar per head would cost a copy of its own in every step."""
+    return jnp.broadcast_to(p.carry, (*p.carry.shape[:-1], columns))
 
 
 def _widen(x: jax.Array, columns: int) -> jax.Array:
+    """float32 [..., V] with zeros appended up to `columns`."""
     x = x.astype(jnp.float32)
     extra = columns - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)]) if extra else x
@@ -154,35 +101,35 @@ def backward_block(
       cotangent of the entering state and of the block's inputs.
     """
     batch, dtype = x.k.shape[:3], x.k.dtype
-    scores = _scores(x)
+    scores = chunk_scores(x)
     inverse = inverse.astype(jnp.float32)
-    p = _operands(x, scores, inverse, scale)
+    p = chunk_operands(x, scores, inverse, scale)
     dout_att = dot("nbgrij,nbgriv->nbgrjv", p.att, dout).astype(dtype)
     inverse_m = from_lanes(inverse, batch).astype(dtype)
-    p, dout_att, inverse_m = _separate((p, dout_att, inverse_m))
+    p, dout_att, inverse_m = separate((p, dout_att, inverse_m))
 
     states, new = _replay(state, p)
     dstates, dnew, dstate = _reverse_walk(dstate, p, dout, dout_att)
-    states, new, dstates, dnew = _separate((states, new, dstates, dnew))
+    states, new, dstates, dnew = separate((states, new, dstates, dnew))
 
     # e = -inv^T dnew: minus the cotangent of beta v; dw' = e state^T is the cotangent of beta head k, dL = e new^T.
     e = dot("nbgrij,nbgriv->nbgrjv", inverse_m, dnew)
     beta = from_lanes(x.beta, batch)
     dv = (-beta[..., None] * e).astype(dtype)
     v_e = jnp.sum(x.v.astype(jnp.float32) * e, axis=-1)
-    e, dv, v_e = _separate((e.astype(dtype), dv, v_e))
+    e, dv, v_e = separate((e.astype(dtype), dv, v_e))
 
     # Products with the states, each used twice: scaled and summed over the value heads of a key head for dq and dk, and
     # dotted with q or k for the decays.
     head, tail = from_lanes(scores.decay.head, batch), from_lanes(scores.decay.tail, batch)
-    dq, q_dq = _separate(_through_state(dout, states, x.q, scale * head))
-    dk_w, k_dw = _separate(_through_state(e, states, x.k, beta * head))
-    dk_tail, k_dtail = _separate(_through_state(new, dstates, x.k, tail))
+    dq, q_dq = separate(_through_state(dout, states, x.q, scale * head))
+    dk_w, k_dw = separate(_through_state(e, states, x.k, beta * head))
+    dk_tail, k_dtail = separate(_through_state(new, dstates, x.k, tail))
     datt = to_lanes(dot("nbgriv,nbgrjv->nbgrij", dout, new).astype(dtype))
     dlower = to_lanes(dot("nbgriv,nbgrjv->nbgrij", e, new).astype(dtype))
-    datt, dlower = _separate((datt, dlower))
+    datt, dlower = separate((datt, dlower))
 
-    within = _separate(_within_chunk(x, scores, scale * datt.astype(jnp.float32), dlower.astype(jnp.float32)))
+    within = separate(_within_chunk(x, scores, scale * datt.astype(jnp.float32), dlower.astype(jnp.float32)))
     dcarry = to_lanes(jnp.sum(states.astype(jnp.float32) * dstates.astype(jnp.float32), axis=(-2, -1), keepdims=True))
     q_dq, k_dw, k_dtail, v_e = (to_lanes(rows[..., None])[..., 0, :] for rows in (q_dq, k_dw, k_dtail, v_e))
     # Cotangents of the logarithms of head and tail, which are sums of g up to and from after a token.
@@ -197,14 +144,14 @@ def backward_block(
     return dstate, BlockGradients(dq.astype(dtype), dk.astype(dtype), dv, dg, dbeta)
 
 
-def _replay(state: jax.Array, p: _Operands) -> tuple[jax.Array, jax.Array]:
+def _replay(state: jax.Array, p: Operands) -> tuple[jax.Array, jax.Array]:
     """The states entering the chunks [N,B,G,R,K,V] and the new values [N,B,G,R,C,V], in the operands' dtype."""
     dtype, last = p.u.dtype, p.u.shape[0] - 1
-    carry = jnp.broadcast_to(p.carry, (*p.carry.shape[:-1], state.shape[-1]))
+    carry = _carry_rows(p, state.shape[-1])
 
     def new_values(n, state):
         new = _at(p.u, n).astype(jnp.float32) - dot("bgrck,bgrkv->bgrcv", _at(p.w, n), state.astype(dtype))
-        return _separate(new.astype(dtype))
+        return separate(new.astype(dtype))
 
     def step(n, walk):
         state, states, new = walk
@@ -218,17 +165,17 @@ def _replay(state: jax.Array, p: _Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def _reverse_walk(
-    dstate: jax.Array, p: _Operands, dout: jax.Array, dout_att: jax.Array
+    dstate: jax.Array, p: Operands, dout: jax.Array, dout_att: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of the states leaving the chunks, minus those of the new values, and of the state entering the block."""
     dtype, last = p.u.dtype, p.u.shape[0] - 1
-    carry = jnp.broadcast_to(p.carry, (*p.carry.shape[:-1], dstate.shape[-1]))
-    w_q = _separate(jnp.concatenate([p.w, p.q_head], axis=-2))
+    carry = _carry_rows(p, dstate.shape[-1])
+    w_q = separate(jnp.concatenate([p.w, p.q_head], axis=-2))
 
     def adjoint(n, dstate, dnew):
         # Minus the cotangent of the new values, so that w and q_head share one product: dstate gets q_head^T dout - w^T dnew.
         dnew_n = dot("bgrck,bgrkv->bgrcv", _at(p.k_tail, n), dstate.astype(dtype)) + _at(dout_att, n).astype(jnp.float32)
-        dnew_n = _separate((-dnew_n).astype(dtype))
+        dnew_n = separate((-dnew_n).astype(dtype))
         pair = jnp.concatenate([dnew_n, _at(dout, n)], axis=-2)
         dstate = _at(carry, n) * dstate + dot("bgrck,bgrcv->bgrkv", _at(w_q, n), pair)
         return dstate, _put(dnew, dnew_n, n)
@@ -261,7 +208,7 @@ class _WithinChunk(NamedTuple):
     dbeta: jax.Array
 
 
-def _within_chunk(x: BlockInputs, scores: _Scores, datt: jax.Array, dlower: jax.Array) -> _WithinChunk:
+def _within_chunk(x: BlockInputs, scores: Scores, datt: jax.Array, dlower: jax.Array) -> _WithinChunk:
     """datt, dlower [R,C,C,Z]: cotangents of att / scale (times scale) and of L. row and column are the sums of the
     cotangent of log pair_ij over j and over i."""
     beta = x.beta[:, :, None]

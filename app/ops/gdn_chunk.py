@@ -1,19 +1,9 @@
 """Chunk factors of the gated delta rule: everything inside a chunk that does not depend on the state entering it.
 
-Letters: B batch, T time, G key heads, R value heads per key head (H = G R, head h = g R + r), K key dim, V value dim,
-C chunk length, N chunks of one block, Z = N B G independent (chunk, row, key head) problems.
-
-Two layouts are used, because a TPU has two kinds of arithmetic:
-  matrix layout  [N, B, G, (R,) C, X]: operands of the matrix unit. Key heads carry no R: they are never repeated, the
-                 products k k^T and q k^T are formed once per key head.
-  lane layout    [(R,) C, C, Z]: the problems lie side by side in the vector lanes and a chunk's matrix is spread over
-                 whole registers. Decays, masks and the triangular inverse are elementwise here, dense and exact in
-                 float32, whereas products of 64 x 64 matrices leave the matrix unit mostly idle.
-
-Formulas: app/ops/README.md (and section 3 of the design).
+Letters and layouts: app/ops/gdn_layout.py. Decays, masks and the triangular inverse are worked out in the lane layout:
+elementwise over many chunks at once, dense, and exact in float32. Formulas: app/ops/README.md.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -21,52 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Problems a block aims at: enough to fill the vector lanes several times over, few enough that the factors of one
-# block stay small against the inputs. A block has at least _MIN_BLOCK_TOKENS, which bounds the saved entry states.
-_BLOCK_PROBLEMS = 256
-_MIN_BLOCK_TOKENS = 256
+from app.ops.gdn_layout import BlockInputs, from_lanes, to_lanes
 
-
-class Blocks(NamedTuple):
-    """How a rank's tokens are cut: `blocks` blocks of N chunks of C tokens, padded at the end with exact no-ops."""
-
-    blocks: int
-    chunks: int
-    chunk: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one block."""
-        return self.chunks * self.chunk
-
-    @property
-    def padded(self) -> int:
-        """Tokens of all blocks."""
-        return self.blocks * self.tokens
-
-
-def plan_blocks(tokens: int, problems_per_chunk: int, chunk: int) -> Blocks:
-    """Cut `tokens` (of a rank) into equal blocks; problems_per_chunk = B G."""
-    chunks = max(1, math.ceil(tokens / chunk))
-    wanted = max(math.ceil(_BLOCK_PROBLEMS / problems_per_chunk), math.ceil(_MIN_BLOCK_TOKENS / chunk))
-    blocks = math.ceil(chunks / wanted)
-    return Blocks(blocks, math.ceil(chunks / blocks), chunk)
-
-
-class BlockInputs(NamedTuple):
-    """Inputs of one block. Matrix layout: q, k [N,B,G,C,K], v [N,B,G,R,C,V]. Lane layout, float32: g, beta [R,C,Z].
-
-    document: [C, Z] int32, how many document starts lie at or before a token, and entry_document [Z] the same for
-    the token before the chunk; None without documents.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
-    document: jax.Array | None
-    entry_document: jax.Array | None
+# Keeps XLA from fusing unrelated products and their many reductions into one fusion whose operands no longer fit the
+# vector memory (on v5p the whole rule costs a fifth more without).
+separate = lax.optimization_barrier
 
 
 class Decay(NamedTuple):
@@ -81,20 +30,70 @@ class Decay(NamedTuple):
     tail: jax.Array
 
 
+class Scores(NamedTuple):
+    """Lane layout, float32: k k^T and q k^T [C,C,Z] (not scaled), and the decays."""
+
+    kk: jax.Array
+    qk: jax.Array
+    decay: Decay
+
+
+class Operands(NamedTuple):
+    """What meets the state, matrix layout: u [N,B,G,R,C,V], w, q_head, k_tail [..,C,K], att [..,C,C], carry [..,1,1].
+
+    u = inverse (beta v), w = inverse (beta head k), q_head = scale head q, k_tail = tail k, att = scale tril(q k^T pair);
+    carry (float32, the others in the inputs' dtype) is the decay over the whole chunk.
+    """
+
+    u: jax.Array
+    w: jax.Array
+    q_head: jax.Array
+    k_tail: jax.Array
+    att: jax.Array
+    carry: jax.Array
+
+
 def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """einsum with float32 accumulation: full precision for float32 operands, one pass for bfloat16 ones."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def to_lanes(x: jax.Array) -> jax.Array:
-    """Matrix layout [N,B,G,X,Y] -> [X,Y,Z], or [N,B,G,R,X,Y] -> [R,X,Y,Z]."""
-    return jnp.moveaxis(x, (0, 1, 2), (-3, -2, -1)).reshape(*x.shape[3:], math.prod(x.shape[:3]))
+def chunk_scores(x: BlockInputs) -> Scores:
+    """Products of keys and queries, and decays, of a block's chunks."""
+    decay = pairwise_decay(x.g)
+    if x.document is not None:
+        decay = mask_documents(decay, x.document, x.entry_document)
+    kk = to_lanes(dot("nbgik,nbgjk->nbgij", x.k, x.k))
+    qk = to_lanes(dot("nbgik,nbgjk->nbgij", x.q, x.k))
+    return separate(Scores(kk, qk, decay))
 
 
-def from_lanes(x: jax.Array, batch: tuple[int, int, int]) -> jax.Array:
-    """Lane layout [X, ..., Z] -> [N,B,G,X, ...] with batch = (N, B, G)."""
-    return jnp.moveaxis(x.reshape(*x.shape[:-1], *batch), (-3, -2, -1), (0, 1, 2))
+def chunk_inverse(x: BlockInputs, scores: Scores) -> jax.Array:
+    """(I + L)^-1 [R,C,C,Z] float32, L_ij = beta_i (k_i . k_j) pair_ij for i > j."""
+    return unit_lower_inverse(strictly_lower(x.beta[:, :, None] * scores.kk[None] * scores.decay.pair))
+
+
+def chunk_operands(x: BlockInputs, scores: Scores, inverse: jax.Array, scale: float) -> Operands:
+    """The operands of the walk; inverse [R,C,C,Z] float32."""
+    batch, dtype, decay = x.k.shape[:3], x.k.dtype, scores.decay
+    head, tail = from_lanes(decay.head, batch), from_lanes(decay.tail, batch)
+    # Scaling the columns of the inverse instead of v and k: no scaled copy of either exists, and k stays per key head.
+    inverse_u = from_lanes(inverse * x.beta[:, None], batch).astype(dtype)
+    inverse_w = from_lanes(inverse * (x.beta * decay.head)[:, None], batch).astype(dtype)
+    return Operands(
+        u=dot("nbgrij,nbgrjv->nbgriv", inverse_u, x.v).astype(dtype),
+        w=dot("nbgrij,nbgjk->nbgrik", inverse_w, x.k).astype(dtype),
+        q_head=_scale_rows(x.q, head * scale).astype(dtype),
+        k_tail=_scale_rows(x.k, tail).astype(dtype),
+        att=from_lanes(scores.qk[None] * decay.pair * scale, batch).astype(dtype),
+        carry=head[..., -1:, None],
+    )
+
+
+def _scale_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """x [N,B,G,C,K] times rows [N,B,G,R,C] -> float32 [N,B,G,R,C,K]."""
+    return x.astype(jnp.float32)[:, :, :, None] * rows[..., None]
 
 
 def pairwise_decay(g: jax.Array) -> Decay:

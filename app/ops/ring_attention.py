@@ -1,22 +1,22 @@
 """Causal softmax attention over a sequence that is sharded over ranks: K and V travel, or are gathered.
 
 Letters: B batch, T time (the rank's part), H query heads, G key/value heads, K key head dim, V value head dim, P ranks.
-A rank's tokens are parts: two half-blocks in zigzag order (r, the low one, and 2P-1-r, the high one: app.ops.zigzag), one
-block in contiguous order. Every product is queries of one part against keys of one part (app.ops.attention_xla).
+A rank's tokens are parts: two half-blocks in zigzag order (r, the low one, and 2P-1-r, the high one: app.ops.zigzag),
+one block in contiguous order. Every product is queries of one part against keys of one part (app.ops.attention_xla).
 
 Ring, zigzag: at step s the rank works on the keys of rank source = r - s (mod P). Step 0 is causal attention inside the
 rank. After that the high queries see all of the low keys, always, and
 
     source < r:  the low queries see all of the low keys         source > r:  the high queries see all of the high keys
 
-and nothing else is visible: two whole half x half products a step on every rank, whose operands are picked by index, not
-by a branch. Contiguous order: the one product of a step is seen if source < r and skipped otherwise, so that the last rank
-does twice the mean work.
+and nothing else is visible: two whole half x half products a step on every rank, whose operands are picked by index,
+not by a branch. Contiguous order: the one product of a step is seen if source < r and skipped otherwise, so that the
+last rank does twice the mean work.
 
 At every step the next K and V travel while the current ones are used. The backward pass turns K and V around once more;
-their gradients, float32, follow one step behind, so that no transfer waits for the step's products, and take one more hop
-home. A rank sends (P-1) B T G (K+V) elements of the operands' dtype forward; P times that many backward, and P-1 times
-that many float32; with segment ids 2(P-1) B T int32 more. Memory does not depend on P. (all_gather: it does.)
+their gradients, float32, follow one step behind, so that no transfer waits for the step's products, and take one more
+hop home. With n = B T G (K+V), a rank sends (P-1) n elements of the operands' dtype forward, and P n of it and (P-1) n
+float32 backward; with segment ids 2(P-1) B T int32 more. Memory does not depend on P. (all_gather: it does.)
 """
 
 import dataclasses
@@ -50,10 +50,10 @@ def ring_attention(
 ) -> jax.Array:
     """This rank's part of causal attention over the whole sequence, [B,T,H,V] in q's dtype.
 
-    Under shard_map(check_vma=False). q, k, v and segment_ids [B,T] are the rank's part in the order that `layout` names;
-    `axis_name` is the mesh axis of the sequence, or several, the first the major one. segment_ids: documents are numbered
-    within a row over all ranks, 0 is padding; None: one document. scale None: K^-0.5. kind "all_gather" holds the K and V
-    of all ranks at once: for few ranks. block_size, kernel: see `causal_attention`.
+    Under shard_map(check_vma=False). q, k, v and segment_ids [B,T] are the rank's part in the order that `layout`
+    names; `axis_name` is the mesh axis of the sequence, or several, the first the major one. segment_ids: documents are
+    numbered within a row over all ranks, 0 is padding; None: one document. scale None: K^-0.5. kind "all_gather" holds
+    the K and V of all ranks at once: for few ranks. block_size, kernel: see `causal_attention`.
     First derivatives only; a rank's gradients of its own k and v are complete (no sum over ranks is missing).
     Raises ValueError for shapes that do not fit together, an unknown layout or kind, or tokens that cannot be halved.
     """
@@ -93,7 +93,8 @@ def _attend_fwd(q_BHTK, k_BGTK, v_BGTV, segment_ids_BT, plan):
 
     visit_all = _visit_ring if plan.kind == "ring" else _visit_gathered
     running, _ = visit_all(plan, visit, kernel.start(queries, keys), keys)
-    out_BHTV, lse_BHT = named(*kernel.finish(running), q_BHTK.dtype)
+    out_BHTV, lse_BHT = kernel.finish(running)
+    out_BHTV, lse_BHT = named(out_BHTV, lse_BHT, q_BHTK.dtype)
     return out_BHTV, (q_BHTK, k_BGTK, v_BGTV, segment_ids_BT, out_BHTV, lse_BHT)
 
 
@@ -101,10 +102,10 @@ def _attend_bwd(plan, residuals, d_out_BHTV):
     kernel = plan.kernel
     q_BHTK, k_BGTK, v_BGTV, segment_ids_BT, out_BHTV, lse_BHT = residuals
     queries, keys = kernel.queries(q_BHTK, segment_ids_BT), kernel.keys(k_BGTK, v_BGTV, segment_ids_BT)
-    queries = kernel.with_cotangent(queries, out_BHTV, lse_BHT, d_out_BHTV)
+    cotangents = kernel.cotangents(out_BHTV, lse_BHT, d_out_BHTV)
 
     def visit(dq, keys, products, kind, optional=False):
-        return kernel.accumulate_gradients(dq, queries, keys, products, kind, optional)
+        return kernel.accumulate_gradients(dq, queries, cotangents, keys, products, kind, optional)
 
     visit_all = _visit_ring if plan.kind == "ring" else _visit_gathered
     dq, key_gradients = visit_all(plan, visit, kernel.start_query_gradient(queries), keys)

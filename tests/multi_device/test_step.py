@@ -5,6 +5,7 @@ doubled sum over ranks shows. Not covered here: speed, more than one process.
 """
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from app.cluster.mesh import build_mesh
 from app.training.step import Program
 from tests.tiny import tiny_config
 
-ROWS, TOKENS = 8, 48
+ROWS, TOKENS = 8, 80  # no size of the model is 80 or 10, so a gathered sequence is seen by its shape
 ONE_DEVICE = {"mesh.fsdp": 1}
 CUTS = {
     "data 2, fsdp 2, tensor 2": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
@@ -62,23 +63,28 @@ def batch():
 
 @functools.cache
 def run(**changes):
-    """Gradients, metrics of the first step, and the parameters after it, gathered to the host."""
+    """Gradients and metrics of the first step on the host, and the compiled program's text."""
     config = tiny_config(global_batch=ROWS, seq_len=TOKENS, **{"loss.z_weight": 1e-3}, **changes)
-    devices = jax.devices()[: np.prod([max(changes.get(f"mesh.{axis}", 1), 1) for axis in
-                                       ("data", "fsdp", "context", "tensor")])]
+    devices = jax.devices()[
+        : np.prod([max(changes.get(f"mesh.{axis}", 1), 1) for axis in ("data", "fsdp", "context", "tensor")])
+    ]
     program = Program(config, build_mesh(config.mesh, devices))
     state = program.init()
     on_devices = {name: jax.device_put(field, program.batch_sharding) for name, field in batch().items()}
-    gradients = jax.jit(program._on_ranks(
-        program._gradients, (program.partitions, program._batch_specs()), (program.partitions, PartitionSpec())))
-    gradient, metrics = gradients(state.params, on_devices)
-    return jax.device_get(gradient), {name: value.item() for name, value in metrics.items()}
+    gradients = jax.jit(
+        program._on_ranks(
+            program._gradients, (program.partitions, program._batch_specs()), (program.partitions, PartitionSpec())
+        )
+    )
+    compiled = gradients.lower(state.params, on_devices).compile()
+    gradient, metrics = compiled(state.params, on_devices)
+    return jax.device_get(gradient), {name: value.item() for name, value in metrics.items()}, compiled.as_text()
 
 
 @pytest.mark.parametrize("cut", [*CUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SINGLE_CUTS)])
 def test_gradients_do_not_depend_on_the_cut(cut):
-    wanted, wanted_metrics = run(**ONE_DEVICE)
-    gradient, metrics = run(**(CUTS | SINGLE_CUTS)[cut])
+    wanted, wanted_metrics, _ = run(**ONE_DEVICE)
+    gradient, metrics, _ = run(**(CUTS | SINGLE_CUTS)[cut])
     assert metrics == pytest.approx(wanted_metrics, rel=1e-5)
     errors = {name: np.linalg.norm(gradient[name] - want) / np.linalg.norm(want) for name, want in wanted.items()}
     worst = max(errors, key=errors.__getitem__)
@@ -86,7 +92,7 @@ def test_gradients_do_not_depend_on_the_cut(cut):
 
 
 def test_counts_equal_the_hosts():
-    _, metrics = run(**ONE_DEVICE)
+    _, metrics, _ = run(**ONE_DEVICE)
     fields = batch()
     assert metrics["tokens"] == (fields["segment_ids"] != 0).sum()
     assert metrics["padding"] == (fields["segment_ids"] == 0).sum()
@@ -95,13 +101,43 @@ def test_counts_equal_the_hosts():
 
 def test_a_sum_too_many_is_seen(monkeypatch):
     """Negative control: summing over tensor ranks what is complete there makes the comparison fail."""
-    wanted, _ = run(**ONE_DEVICE)
+    wanted, _, _ = run(**ONE_DEVICE)
     reduce = sharding.reduce_gradients
 
     def summed_again(grads, specs):
         return jax.tree.map(lambda grad: lax.psum(grad, "tensor"), reduce(grads, specs))
 
     monkeypatch.setattr(sharding, "reduce_gradients", summed_again)
-    gradient, _ = run(**{"mesh.fsdp": 1, "mesh.tensor": 2})
+    gradient, _, _ = run(**{"mesh.fsdp": 1, "mesh.tensor": 2})
     name = "final_norm.weight"
     np.testing.assert_allclose(gradient[name], 2 * wanted[name], rtol=1e-3, atol=1e-7)
+
+
+def test_the_sequence_is_never_gathered():
+    """Of context 8, every all-gather is of a weight: none has the length of the sequence, there is no all-to-all."""
+    _, _, text = run(**CUTS["context 8"])
+    gathered = re.findall(r"= (\S+) all-gather(?:-start)?\(", text)
+    assert gathered and not any(str(TOKENS) in re.findall(r"\d+", shape) for shape in gathered), gathered
+    assert "all-to-all" not in text
+    assert "collective-permute" in text
+
+
+def curve(**changes):
+    """Losses of 50 steps on one batch of ten documents."""
+    config = tiny_config(
+        steps=50, global_batch=ROWS, seq_len=TOKENS, **{"optimizer.learning_rate": 1e-3, "mesh.fsdp": 1}, **changes
+    )
+    program = Program(config, build_mesh(config.mesh, jax.devices()[: config.mesh.context]))
+    state = program.init()
+    on_devices = {name: jax.device_put(field, program.batch_sharding) for name, field in batch().items()}
+    losses = []
+    for _ in range(50):
+        state, metrics = program.train_step(state, on_devices)
+        losses.append(metrics["loss"].item())
+    return np.array(losses)
+
+
+def test_fifty_steps_at_context_1_and_4_have_the_same_losses():
+    alone, sharded = curve(), curve(**{"mesh.context": 4})
+    assert alone[-1] < alone[0] - 0.5  # it learns, so that the states and gradients of every step matter
+    np.testing.assert_allclose(sharded, alone, rtol=1e-5)

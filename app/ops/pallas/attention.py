@@ -1,16 +1,17 @@
 """The block products of attention as TPU kernels; the interface and the formulas are those of app.ops.attention_xla.
 
-Letters: B batch, C tokens of a part, H query heads, G key/value heads, K key head dim, V value head dim, N parts; inside
-the kernels batch and heads are one dim.
+Letters: B batch, C tokens of a part, H query heads, G key/value heads, K key head dim, V value head dim, N parts;
+inside the kernels batch and heads are one dim.
 
 Why kernels of our own. The libraries' block products return a normalised bf16 output that a ring would merge in HBM at
 every step, the half-blocks that the zigzag picks would be copied, and their backward passes (jax 0.12, tokamax 0.0.17)
-give the two cores of a v5p chip no dim to share. Here the running softmax and dq are inputs and outputs, in place and in
-float32; the list of products is a scalar operand, so that picking a half-block is an index. Costs: README_attention.md.
+give the two cores of a v5p chip no dim to share. Here the running softmax and dq are inputs and outputs, in place and
+in float32; the list of products is a scalar operand, so that picking a half-block is an index. Costs:
+README_attention.md.
 
-In place: a block of the running state or of dq is read before its first product and written after its last, and the grid
-goes through all products of a block in consecutive steps, so that no block is read again after it has been written.
-Exponentials are to base 2: scores, `Running.top` and `Queries.lse` carry a factor log2(e) here.
+In place: a block of the running state or of dq is read before its first product and written after its last, and the
+grid goes through all products of a block in consecutive steps: no block is read again after it has been written.
+Exponentials are to base 2: scores, `Running.top` and `Cotangents.lse` carry a factor log2(e) here.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from app.ops.attention_xla import HIDDEN, KeyGradients, Keys, Kind, Queries, Running, document_range
+from app.ops.attention_xla import HIDDEN, Cotangents, KeyGradients, Keys, Kind, Queries, Running, document_range
 
 LANES = 128
 # Tokens of the blocks that one grid step holds, and of the piece of keys that one matrix product takes.
@@ -77,14 +78,10 @@ class PallasKernel:
         ids = None if segment_ids_BS is None else self._split_rows(segment_ids_BS)
         return Keys(self._split(k_BGSK), self._split(v_BGSV), ids)
 
-    def with_cotangent(
-        self, queries: Queries, out_BHTV: jax.Array, lse_BHT: jax.Array, d_out_BHTV: jax.Array
-    ) -> Queries:
+    def cotangents(self, out_BHTV: jax.Array, lse_BHT: jax.Array, d_out_BHTV: jax.Array) -> Cotangents:
         delta_BHT = jnp.einsum("bhtv,bhtv->bht", out_BHTV.astype(jnp.float32), d_out_BHTV.astype(jnp.float32))
-        lse_BHT = jnp.maximum(lse_BHT * math.log2(math.e), 0.5 * HIDDEN)  # see XlaKernel.with_cotangent
-        return queries._replace(
-            lse=self._split_rows(lse_BHT), delta=self._split_rows(delta_BHT), d_out=self._split(d_out_BHTV)
-        )
+        lse_BHT = jnp.maximum(lse_BHT * math.log2(math.e), 0.5 * HIDDEN)  # see XlaKernel.cotangents
+        return Cotangents(self._split(d_out_BHTV), self._split_rows(lse_BHT), self._split_rows(delta_BHT))
 
     def start(self, queries: Queries, keys: Keys) -> Running:
         *rows, _ = queries.q.shape
@@ -129,14 +126,21 @@ class PallasKernel:
         return _forward_call(shape, running, queries, keys, products)
 
     def accumulate_gradients(
-        self, dq: jax.Array, queries: Queries, keys: Keys, products: jax.Array, kind: Kind, optional: bool = False
+        self,
+        dq: jax.Array,
+        queries: Queries,
+        cotangents: Cotangents,
+        keys: Keys,
+        products: jax.Array,
+        kind: Kind,
+        optional: bool = False,
     ) -> tuple[jax.Array, KeyGradients]:
         shape = _Shape.of(self, queries, keys, kind, optional)
         pieces = []
         for first in range(0, self.part, shape.resident):
-            dq, piece = _backward_call(shape, first, dq, queries, keys, products)
+            dq, piece = _backward_call(shape, first, dq, queries, cotangents, keys, products)
             pieces.append(piece)
-        return dq, pieces[0] if len(pieces) == 1 else KeyGradients(*(jnp.concatenate(x, -2) for x in zip(*pieces)))
+        return dq, jax.tree.map(lambda *x: jnp.concatenate(x, -2), *pieces)
 
 
 def _check_head_dim(name: str, x: jax.Array) -> None:
@@ -235,7 +239,7 @@ def _flat(x: jax.Array) -> jax.Array:
 
 
 def _forward_call(shape: _Shape, running: Running, queries: Queries, keys: Keys, products: jax.Array) -> Running:
-    N, B, H, C, K = queries.q.shape
+    _, B, H, C, K = queries.q.shape
     V = keys.v.shape[-1]
     scalars = (products, *_ranges(shape, queries, keys))
 
@@ -256,7 +260,7 @@ def _forward_call(shape: _Shape, running: Running, queries: Queries, keys: Keys,
         spec((shape.key, V), lambda h, i, u, j, p: (key_part(u, p), lax.div(h, shape.ratio), j, 0)),
     ]
     operands = [_flat(queries.q), _flat(keys.k), _flat(keys.v)]
-    if shape.documents:
+    if queries.ids is not None and keys.ids is not None:
         in_specs += [
             spec((1, shape.query), lambda h, i, u, j, p: (p[u, 0], lax.div(h, H), 0, i)),
             spec((1, shape.key), lambda h, i, u, j, p: (key_part(u, p), lax.div(h, H), 0, j)),
@@ -298,7 +302,7 @@ def _forward_kernel(shape: _Shape, count: int, products, *refs):
         for first in range(0, shape.key, shape.piece):
             piece = pl.ds(first, shape.piece)
             scores = _dot(q[...], k[piece, :], _NT) * shape.log2_scale
-            ids = (query_ids[...], key_ids[:, piece]) if shape.documents else (None, None)
+            ids = (None, None) if query_ids is None or key_ids is None else (query_ids[...], key_ids[:, piece])
             scores = shape.hide(scores, *ids, i, j * shape.key + first, keys_dim=1)
             new_top = jnp.maximum(top_lanes[...], jnp.max(scores, axis=1, keepdims=True))
             # While a query has seen no key its maximum is HIDDEN, and 2^0 would count every hidden key.
@@ -322,16 +326,25 @@ def _forward_kernel(shape: _Shape, count: int, products, *refs):
 
 
 def _backward_call(
-    shape: _Shape, first_key: int, dq: jax.Array, queries: Queries, keys: Keys, products: jax.Array
+    shape: _Shape,
+    first_key: int,
+    dq: jax.Array,
+    queries: Queries,
+    cotangents: Cotangents,
+    keys: Keys,
+    products: jax.Array,
 ) -> tuple[jax.Array, KeyGradients]:
     """dq after all products with keys first_key .. first_key + resident - 1 of the parts, and those keys' gradients."""
-    N, B, H, C, K = queries.q.shape
+    _, B, H, C, K = queries.q.shape
     G, V = keys.k.shape[2], keys.v.shape[-1]
     scalars = (products, *_ranges(shape, queries, keys))
     skipped = first_key // shape.key
 
     def spec(block, index):
-        return pl.BlockSpec((None, None, *block), lambda g, r, i, u, j, p, *_: index(g, g * shape.ratio + r, i, u, j, p))
+        def of_heads(g, r, i, u, j, products, *_):
+            return index(g, g * shape.ratio + r, i, u, j, products)
+
+        return pl.BlockSpec((None, None, *block), of_heads)
 
     def key_part(u, p):
         return jnp.maximum(p[u, 1], 0)
@@ -344,8 +357,8 @@ def _backward_call(
 
     stat = spec((1, shape.query), lambda g, h, i, u, j, p: (p[u, 0], h, 0, i))
     in_specs = [row_spec(K), row_spec(V), stat, stat, key_spec(K), key_spec(V)]
-    operands = [*(_flat(x) for x in (queries.q, queries.d_out, queries.lse, queries.delta, keys.k, keys.v))]
-    if shape.documents:
+    operands = [_flat(x) for x in (queries.q, *cotangents, keys.k, keys.v)]
+    if queries.ids is not None and keys.ids is not None:
         in_specs += [
             spec((1, shape.query), lambda g, h, i, u, j, p: (p[u, 0], lax.div(h, H), 0, i)),
             spec((1, shape.key), lambda g, h, i, u, j, p: (key_part(u, p), lax.div(h, H), 0, skipped + j)),
@@ -400,7 +413,7 @@ def _backward_kernel(shape: _Shape, skipped: int, products, *refs):
             piece = pl.ds(first, shape.piece)
             held = pl.ds(j * shape.key + first, shape.piece)
             scores = _dot(k[piece, :], q[...], _NT) * shape.log2_scale
-            ids = (query_ids[...], key_ids[:, piece]) if shape.documents else (None, None)
+            ids = (None, None) if query_ids is None or key_ids is None else (query_ids[...], key_ids[:, piece])
             scores = shape.hide(scores, *ids, i, (skipped + j) * shape.key + first, keys_dim=0)
             p = jnp.exp2(scores - lse[...])
             dp = _dot(v[piece, :], d_out[...], _NT)

@@ -19,8 +19,8 @@ from app.config_flags import load_config
 EXIT_BAD_CONFIG, EXIT_NONFINITE, EXIT_STOPPED = 2, 3, 42
 # What a checkpoint is of: another value of one of these keys would continue a different run.
 RUN_IDENTITY = (
-    "model.", "seq_len", "global_batch", "seed", "data.documents", "data.weights", "data.whole_documents", "data.holdout", "dtypes.params",
-    "optimizer.moment_dtype",
+    "model.", "seq_len", "global_batch", "seed", "data.documents", "data.weights", "data.whole_documents",
+    "data.holdout", "dtypes.params", "optimizer.moment_dtype",
 )  # fmt: skip
 
 
@@ -126,7 +126,9 @@ def train(config: Config, flags: Any) -> int:
         if heldout is None:
             return {}
         entropy = tokens = 0.0
-        stop_step = None if config.eval.batches < 0 else min(config.eval.batches, heldout.num_steps)
+        total = heldout.num_steps
+        assert total is not None  # the held-out order ends
+        stop_step = total if config.eval.batches < 0 else min(config.eval.batches, total)
         for batch in read(heldout, start_step=0, stop_step=stop_step):
             sums = jax.device_get(program.eval_step(state.params, batch))
             entropy, tokens = entropy + float(sums["entropy"]), tokens + float(sums["loss_tokens"])

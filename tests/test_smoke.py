@@ -34,8 +34,13 @@ def corpus(tmp_path_factory):
 def command(corpus, tmp_path_factory):
     """command(workdir, key=value...) -> (arguments, environment) of a run."""
     cache = tmp_path_factory.mktemp("cache")
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache),
-               "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    environ = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
     def make(workdir, **changes):
         flags = {**FLAGS, "data.path": corpus, "data.source": "", **changes}

@@ -8,14 +8,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from app.config import ModelConfig
-from app.ops.attention import causal_attention
-from app.ops.ring_attention import ring_attention
-from app.ops.zigzag import from_zigzag, to_zigzag
 from flax import nnx
 
 from app.cluster import sharding
+from app.config import ModelConfig
 from app.models import layers
+from app.ops.attention import causal_attention
+from app.ops.ring_attention import ring_attention
+from app.ops.zigzag import from_zigzag, to_zigzag
 
 
 @jax.tree_util.register_dataclass

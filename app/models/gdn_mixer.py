@@ -8,13 +8,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from app.config import ModelConfig
-from app.ops.conv import causal_conv
-from app.ops.gdn import gated_delta_rule
 from flax import nnx
 
 from app.cluster import sharding
+from app.config import ModelConfig
 from app.models import layers
+from app.ops.conv import causal_conv
+from app.ops.gdn import gated_delta_rule
 
 L2_EPS = 1e-6
 

@@ -10,11 +10,11 @@ import zlib
 from collections.abc import Mapping
 
 import jax
-from app.config import ModelConfig
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.cluster import sharding
+from app.config import ModelConfig
 from app.models.layers import Initializer, Runtime
 from app.models.qwen import Qwen
 

@@ -7,22 +7,24 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from app.config import ModelConfig
-from app.ops import attention, gdn
 from flax import nnx
 from jax import lax
 
 from app.cluster import sharding
+from app.config import ModelConfig
 from app.models import layers
 from app.models.attn_mixer import AttentionInputs, AttnMixer, attention_inputs
 from app.models.gdn_mixer import GdnMixer
+from app.ops import attention, gdn
 
 # What a layer keeps for its backward, by the name in the config. "exchanges" keeps the small results that came out of
 # communication along the sequence (the recurrence's entry states, attention's output and logsumexp): the backward then
 # recomputes everything local, but repeats no collective of the sequence.
 REMAT_POLICIES: dict[str, Callable] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "exchanges": jax.checkpoint_policies.save_only_these_names(*gdn.STATE_NAMES, attention.OUT_NAME, attention.LSE_NAME),
+    "exchanges": jax.checkpoint_policies.save_only_these_names(
+        *gdn.STATE_NAMES, attention.OUT_NAME, attention.LSE_NAME
+    ),
 }
 
 

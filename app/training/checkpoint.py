@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
-from app.config import CheckpointConfig
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
+from app.config import CheckpointConfig
 from app.training.step import TrainState
 
 

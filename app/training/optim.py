@@ -7,8 +7,8 @@ was used, after a resume and after skipped steps too.
 from collections.abc import Mapping
 
 import optax
-from app.config import OptimizerConfig
 
+from app.config import OptimizerConfig
 from app.models.params import ParamSpec
 
 

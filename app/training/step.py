@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from app.config import Config
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.cluster import sharding
+from app.config import Config
 from app.models import params as model_params
 from app.models.layers import Precision, Runtime
 from app.training import optim

@@ -28,8 +28,13 @@ def test_decay_reaches_matrices_only():
     def spec(*logical):
         return ParamSpec((2,) * len(logical), "float32", logical, lambda *_: None)
 
-    specs = {"projection": spec("layers", "width", "heads"), "norm": spec("layers", None), "A_log": spec("heads"),
-             "embed": spec("vocab", "width"), "conv": spec("layers", None, "heads", None)}
+    specs = {
+        "projection": spec("layers", "width", "heads"),
+        "norm": spec("layers", None),
+        "A_log": spec("heads"),
+        "embed": spec("vocab", "width"),
+        "conv": spec("layers", None, "heads", None),
+    }
     params = {name: jnp.full(s.shape, 3.0) for name, s in specs.items()}
     chain = optim.direction(config(weight_decay=0.5, clip_norm=1.0), specs)
     zeros = {name: jnp.zeros(s.shape) for name, s in specs.items()}

@@ -111,6 +111,7 @@ class MeshConfig:
 class OpsConfig:
     gdn_chunk: int
     attention_block: int
+    attention_kernel: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from app.config import Config, ConfigError, did_you_mean, flatten, mesh_problems
 CHOICES = {
     "controller": ("multi",),  # one process that drives all devices comes with the launchers
     "remat": ("full", "exchanges", "none"),
+    "ops.attention_kernel": ("auto", "xla", "pallas"),
     "data.documents": ("separate", "joined"),
     "dtypes.compute": ("float32", "bfloat16"),
     "dtypes.params": ("float32", "bfloat16"),

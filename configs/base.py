@@ -71,6 +71,7 @@ def get_config() -> ConfigDict:
     config.ops = ConfigDict()
     config.ops.gdn_chunk = 64  # tokens of one chunk of the gated delta rule
     config.ops.attention_block = 512  # tokens of one block of softmax attention
+    config.ops.attention_kernel = "auto"  # "pallas" (TPU) or "xla"; "auto": pallas on TPUs, xla elsewhere
     config.loss = ConfigDict()
     config.loss.chunk = 512  # tokens whose logits exist at a time on a device (x vocab_size x 4 bytes)
     config.loss.z_weight = 0.0  # weight of the mean squared logsumexp, which keeps logits near 0; 1e-4 is usual

@@ -2,7 +2,8 @@
 
     python -m app.train --config=configs/demo.py --workdir=runs/demo
 
-The loss starts near ln(272) = 5.6 nats a byte. A parallel run: --config.mesh.cpu_devices=8 --config.mesh.context=8.
+The loss starts near ln(272) = 5.6 nats a byte (random logits add a little); the held-out loss at the end is about 1.57.
+A parallel run: --config.mesh.cpu_devices=4 --config.mesh.fsdp=1 --config.mesh.context=4.
 """
 
 from ml_collections import ConfigDict
@@ -12,12 +13,12 @@ from configs import base
 
 def get_config() -> ConfigDict:
     config = base.get_config()
-    config.update(steps=400, seq_len=1024, global_batch=4, remat="none")
+    config.update(steps=700, seq_len=512, global_batch=4, remat="none")
     config.model.update(
         vocab_size=272,  # 256 bytes, end of document, and up to a multiple of 16 for mesh.tensor
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -26,11 +27,13 @@ def get_config() -> ConfigDict:
         linear_key_head_dim=32,
         linear_value_head_dim=32,
         tie_word_embeddings=False,
+        initializer_range=0.08,  # about 1 / sqrt(hidden_size): 0.02 is for wide models
     )
     config.dtypes.compute = "float32"  # CPUs are slower in bfloat16
     config.mesh.cpu_devices = 1
     config.loss.chunk = 1024
-    config.optimizer.update(learning_rate=3e-3, final_learning_rate=3e-4, warmup_steps=20)
+    config.ops.attention_block = 128
+    config.optimizer.update(learning_rate=6e-3, final_learning_rate=3e-4, warmup_steps=20, weight_decay=0.05)
     config.data.source = "stdlib"
     config.eval.update(every_steps=0, batches=-1)
     config.checkpoint.every_steps = 100

@@ -1,6 +1,6 @@
 """The main program as a user runs it: a subprocess, its exit status and its files.
 
-All runs share one compilation cache and one small prepared corpus. The uninterrupted run is the yardstick of the others.
+All runs share a compilation cache and one small prepared corpus. The uninterrupted run is the others' yardstick.
 """
 
 import json
@@ -60,7 +60,7 @@ def metrics(workdir):
 
 
 def losses(workdir):
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in metrics(workdir)}
+    return {line["step"]: (line["loss"], line["grad_norm"], line["learning_rate"]) for line in metrics(workdir)}
 
 
 @pytest.fixture(scope="module")

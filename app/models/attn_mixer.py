@@ -80,19 +80,15 @@ class AttnMixer(nnx.Module):
         )
         q_BTHK = layers.rotate(self.q_norm(q_BTHK), inputs.cos, inputs.sin)
         k_BTGK = layers.rotate(self.k_norm(k_BTGK), inputs.cos, inputs.sin)
+        options = {
+            "segment_ids": inputs.segment_ids,
+            "block_size": self.runtime.attention_block,
+            "kernel": self.runtime.attention_kernel,
+        }
         if balanced:
-            out_BTHK = ring_attention(
-                q_BTHK,
-                k_BTGK,
-                v_BTGK,
-                segment_ids=inputs.segment_ids,
-                axis_name=rules.time,
-                block_size=self.runtime.attention_block,
-            )
+            out_BTHK = ring_attention(q_BTHK, k_BTGK, v_BTGK, axis_name=rules.time, **options)
         else:
-            out_BTHK = causal_attention(
-                q_BTHK, k_BTGK, v_BTGK, segment_ids=inputs.segment_ids, block_size=self.runtime.attention_block
-            )
+            out_BTHK = causal_attention(q_BTHK, k_BTGK, v_BTGK, **options)
         gated = out_BTHK * jax.nn.sigmoid(gate_BTHK)
         out_BTD = jnp.einsum("bthk,hkd->btd", gated, layers.gathered(self.o_proj, self.runtime))
         out_BTD = sharding.leave_parallel(out_BTD, rules.heads)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from app.cluster import sharding
+from app.ops import attention
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
@@ -34,6 +35,7 @@ class Runtime:
     remat: str = "none"
     gdn_chunk: int = 64
     attention_block: int = 512
+    attention_kernel: attention.KernelName = "xla"
 
     @property
     def time_axes(self) -> sharding.MeshAxes | None:

@@ -18,6 +18,7 @@ from app.cluster import sharding
 from app.config import Config
 from app.models import params as model_params
 from app.models.layers import Precision, Runtime
+from app.ops import attention
 from app.training import optim
 from app.training.loss import chunked_cross_entropy
 
@@ -45,14 +46,15 @@ class TrainState:
     nonfinite: Leaf
 
 
-def runtime_of(config: Config) -> Runtime:
-    """The part of the config that layers see, with the sharded rules."""
+def runtime_of(config: Config, platform: str) -> Runtime:
+    """The part of the config that layers see, with the sharded rules and "auto" resolved for the platform."""
     return Runtime(
         rules=sharding.SHARDED,
         precision=Precision(config.dtypes.params, config.dtypes.compute, config.dtypes.reduce),
         remat=config.remat,
         gdn_chunk=config.ops.gdn_chunk,
         attention_block=config.ops.attention_block,
+        attention_kernel=attention.resolve_kernel(config.ops.attention_kernel, platform),
     )
 
 
@@ -66,7 +68,7 @@ class Program:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self.runtime = runtime_of(config)
+        self.runtime = runtime_of(config, mesh.devices.flat[0].platform)
         self.specs = model_params.describe(config.model, self.runtime)
         self.partitions = {name: spec.partition for name, spec in self.specs.items()}
         self.direction = optim.direction(config.optimizer, self.specs)

@@ -1,7 +1,8 @@
 """The whole test command: python -m tests.run [--slow] [pytest arguments]
 
 Tests that need several devices fix the number of CPU devices before jax starts, so each folder of them runs in pytest
-processes of its own. --slow runs the tests marked slow instead of the others.
+processes of its own. A file stays in one process, which compiles its programs once. --slow runs the tests marked slow
+instead of the others.
 """
 
 import os
@@ -19,7 +20,7 @@ def main(arguments: list[str]) -> int:
     rest = ["tests", *(f"--ignore={folder}" for folder in SEPARATE)]
     worst = 0
     for selection in (rest, *folders):
-        command = [sys.executable, "-m", "pytest", "-n", "2", *selection, *marks, *arguments]
+        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", *selection, *marks, *arguments]
         status = subprocess.run(command, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"}).returncode
         worst = worst or (0 if status == NO_TESTS and marks else status)
     return worst

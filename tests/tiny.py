@@ -8,7 +8,7 @@ TINY = {
     "model.vocab_size": 272, "model.hidden_size": 32, "model.intermediate_size": 48, "model.num_hidden_layers": 4,
     "model.num_attention_heads": 4, "model.num_key_value_heads": 2, "model.head_dim": 16,
     "model.linear_num_key_heads": 2, "model.linear_num_value_heads": 4, "model.linear_key_head_dim": 8,
-    "model.linear_value_head_dim": 16, "model.tie_word_embeddings": False,
+    "model.linear_value_head_dim": 16, "model.tie_word_embeddings": False, "model.initializer_range": 0.02,
     "dtypes.compute": "float32", "ops.gdn_chunk": 16, "ops.attention_block": 16, "loss.chunk": 20,
     "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0, "checkpoint.every_steps": 4, "log.every_steps": 1,
     "mesh.cpu_devices": 1,

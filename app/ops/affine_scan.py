@@ -1,11 +1,11 @@
 """Affine maps of a recurrent state, and their exclusive prefix composition over the ranks of a sequence axis.
 
-What a rank's part of a linear recurrence does to the state is one affine map, state -> transition state + bias. The state
-that enters a rank is therefore an exclusive prefix composition over the ranks before it; cotangents of states travel the
-other way with the transposed transitions. Composition is associative, not commutative: order counts.
+What a rank's part of a linear recurrence does to the state is one affine map, state -> transition state + bias. The
+state that enters a rank is therefore an exclusive prefix composition over the ranks before it; cotangents of states
+travel the other way with the transposed transitions. Composition is associative, not commutative: order counts.
 
-Letters: K key dim, V value dim, P ranks along the sequence. Maps and states are float32 and every product here has HIGHEST
-precision: one bfloat16 pass would put an error of 1e-3 into everything after the first rank.
+Letters: K key dim, V value dim, P ranks along the sequence. Maps and states are float32 and every product here has
+HIGHEST precision: one bfloat16 pass would put an error of 1e-3 into everything after the first rank.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ class SequenceAxis:
 
     Attributes:
       names: mesh axes, major first; the rank is row-major over them.
-      slices: how many equal groups of consecutive ranks have slow links (DCN) between them. The scan then runs within each
-        slice first, and only one rank of a slice talks to the next slice.
-      exchange: "ppermute" (log2 P rounds, memory independent of P) or "all_gather" (one round, P maps in memory: for few
-        ranks, and as a cross-check).
+      slices: how many equal groups of consecutive ranks have slow links (DCN) between them. The scan then runs within
+        each slice first, and only one rank of a slice talks to the next slice.
+      exchange: "ppermute" (log2 P rounds, memory independent of P) or "all_gather" (one round, P maps in memory: for
+        few ranks, and as a cross-check).
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class SequenceAxis:
         return self.send(x, [(r, r + distance) for r in range(self.size)])
 
     def send(self, x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        """ppermute over (source, destination) pairs; pairs that leave the axis are dropped, their receivers get zeros."""
+        """ppermute over (source, destination) pairs; those that leave the axis are dropped; no source means zeros."""
         size = self.size
         return lax.ppermute(x, self.names, [(s, d) for s, d in pairs if 0 <= s < size and 0 <= d < size])
 
@@ -129,7 +129,7 @@ def exclusive_scan(
 
 
 def exchange_rounds(ranks: int) -> tuple[int, int]:
-    """How many times the flat scan with `ranks` ranks sends a bias and a transition: (log2-depth + 1, log2-depth - 1)."""
+    """How many times the flat scan sends a bias and a transition, with d = ceil(log2(ranks - 1)): (d + 1, d - 1)."""
     depth = math.ceil(math.log2(ranks - 1)) if ranks > 2 else 0
     return depth + 1, max(depth - 1, 0)
 
@@ -152,7 +152,7 @@ class _Line:
             ranks = [group * self.length + self.first + self.stride * i for i in range(self.length)]
             if self.reverse:
                 ranks.reverse()
-            moves += list(zip(ranks[:-distance], ranks[distance:]))
+            moves += list(zip(ranks[:-distance], ranks[distance:], strict=True))
         return moves
 
     def shift(self, x: jax.Array, distance: int = 1) -> jax.Array:
@@ -185,7 +185,7 @@ def _inclusive_map(local: AffineMap, line: _Line, position: jax.Array) -> Affine
         arriving = AffineMap(*(line.shift(x, distance) for x in local))
         joined = compose(local, arriving)
         inside = position >= distance
-        local = AffineMap(*(jnp.where(inside, new, old) for new, old in zip(joined, local)))
+        local = AffineMap(*(jnp.where(inside, new, old) for new, old in zip(joined, local, strict=True)))
         distance *= 2
     return local
 

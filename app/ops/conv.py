@@ -112,4 +112,4 @@ def _taps(x_ext: jax.Array, seg_ext: jax.Array | None, window: int):
     for lag in range(1, window):
         start = window - 1 - lag
         masks.append(masks[-1] & joined[:, start : start + length])
-    return [(tap, mask[..., None]) for tap, mask in zip(taps, reversed(masks))]
+    return [(tap, mask[..., None]) for tap, mask in zip(taps, reversed(masks), strict=True)]

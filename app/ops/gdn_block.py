@@ -1,7 +1,7 @@
 """One block of chunks of the gated delta rule: the walk over its chunks forward, and its analytic adjoint.
 
-Letters and layouts: app/ops/gdn_layout.py; derivation: app/ops/README.md. States are float32 [B,G,R,K,V], matrix operands
-have the dtype of q, k and v. A kernel would replace the two functions of this file.
+Letters and layouts: app/ops/gdn_layout.py; derivation: app/ops/README.md. States are float32 [B,G,R,K,V], matrix
+operands have the dtype of q, k and v. A kernel would replace forward_block and backward_block.
 """
 
 from typing import NamedTuple
@@ -10,8 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from app.ops.gdn_chunk import Operands, Scores, chunk_inverse, chunk_operands, chunk_scores, dot, separate, strictly_lower
-from app.ops.gdn_layout import BlockInputs, from_lanes, to_lanes
+from app.ops.gdn_chunk import (
+    Operands,
+    Scores,
+    chunk_inverse,
+    chunk_operands,
+    chunk_scores,
+    dot,
+    separate,
+    strictly_lower,
+)
+from app.ops.gdn_layout import BlockInputs, from_lanes, stack_at, stack_put, to_lanes
 
 
 class BlockOutputs(NamedTuple):
@@ -45,11 +54,11 @@ def forward_block(state: jax.Array, x: BlockInputs, scale: float) -> tuple[jax.A
 
     def step(n, walk):
         state, out = walk
-        y = dot("bgrck,bgrkv->bgrcv", _at(w_q, n), state.astype(dtype))
-        new = (_widen(_at(u, n), columns) - y[..., :chunk, :]).astype(dtype)
-        out_n = y[..., chunk:, :] + dot("bgrij,bgrjv->bgriv", _at(att, n), new)
-        state = _at(carry, n) * state + dot("bgrck,bgrcv->bgrkv", _at(k_tail, n), new)
-        return state, _put(out, out_n.astype(dtype), n)
+        y = dot("bgrck,bgrkv->bgrcv", stack_at(w_q, n), state.astype(dtype))
+        new = (_widen(stack_at(u, n), columns) - y[..., :chunk, :]).astype(dtype)
+        out_n = y[..., chunk:, :] + dot("bgrij,bgrjv->bgriv", stack_at(att, n), new)
+        state = stack_at(carry, n) * state + dot("bgrck,bgrcv->bgrkv", stack_at(k_tail, n), new)
+        return state, stack_put(out, out_n.astype(dtype), n)
 
     out = lax.empty((*u.shape[:-1], columns), dtype)
     state, out = lax.fori_loop(0, u.shape[0], step, (state, out))
@@ -67,14 +76,6 @@ def _widen(x: jax.Array, columns: int) -> jax.Array:
     x = x.astype(jnp.float32)
     extra = columns - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)]) if extra else x
-
-
-def _at(x: jax.Array, n: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(x, n, 0, keepdims=False)
-
-
-def _put(buffer: jax.Array, x: jax.Array, n: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(buffer, x, n, 0)
 
 
 class BlockGradients(NamedTuple):
@@ -150,43 +151,43 @@ def _replay(state: jax.Array, p: Operands) -> tuple[jax.Array, jax.Array]:
     carry = _carry_rows(p, state.shape[-1])
 
     def new_values(n, state):
-        new = _at(p.u, n).astype(jnp.float32) - dot("bgrck,bgrkv->bgrcv", _at(p.w, n), state.astype(dtype))
+        new = stack_at(p.u, n).astype(jnp.float32) - dot("bgrck,bgrkv->bgrcv", stack_at(p.w, n), state.astype(dtype))
         return separate(new.astype(dtype))
 
     def step(n, walk):
         state, states, new = walk
         new_n = new_values(n, state)
-        state = _at(carry, n) * state + dot("bgrck,bgrcv->bgrkv", _at(p.k_tail, n), new_n)
-        return state, _put(states, state.astype(dtype), n + 1), _put(new, new_n, n)
+        state = stack_at(carry, n) * state + dot("bgrck,bgrcv->bgrkv", stack_at(p.k_tail, n), new_n)
+        return state, stack_put(states, state.astype(dtype), n + 1), stack_put(new, new_n, n)
 
-    states = _put(lax.empty((last + 1, *state.shape), dtype), state.astype(dtype), 0)
+    states = stack_put(lax.empty((last + 1, *state.shape), dtype), state.astype(dtype), 0)
     state, states, new = lax.fori_loop(0, last, step, (state, states, lax.empty(p.u.shape, dtype)))
-    return states, _put(new, new_values(last, state), last)
+    return states, stack_put(new, new_values(last, state), last)
 
 
 def _reverse_walk(
     dstate: jax.Array, p: Operands, dout: jax.Array, dout_att: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cotangents of the states leaving the chunks, minus those of the new values, and of the state entering the block."""
+    """Cotangents of the states leaving the chunks, minus those of the new values, and that of the block's state."""
     dtype, last = p.u.dtype, p.u.shape[0] - 1
     carry = _carry_rows(p, dstate.shape[-1])
     w_q = separate(jnp.concatenate([p.w, p.q_head], axis=-2))
 
     def adjoint(n, dstate, dnew):
-        # Minus the cotangent of the new values, so that w and q_head share one product: dstate gets q_head^T dout - w^T dnew.
-        dnew_n = dot("bgrck,bgrkv->bgrcv", _at(p.k_tail, n), dstate.astype(dtype)) + _at(dout_att, n).astype(jnp.float32)
-        dnew_n = separate((-dnew_n).astype(dtype))
-        pair = jnp.concatenate([dnew_n, _at(dout, n)], axis=-2)
-        dstate = _at(carry, n) * dstate + dot("bgrck,bgrcv->bgrkv", _at(w_q, n), pair)
-        return dstate, _put(dnew, dnew_n, n)
+        # Minus the cotangent of the new values: q_head^T dout - w^T dnew is then one product.
+        through_state = dot("bgrck,bgrkv->bgrcv", stack_at(p.k_tail, n), dstate.astype(dtype))
+        dnew_n = separate((-through_state - stack_at(dout_att, n).astype(jnp.float32)).astype(dtype))
+        pair = jnp.concatenate([dnew_n, stack_at(dout, n)], axis=-2)
+        dstate = stack_at(carry, n) * dstate + dot("bgrck,bgrcv->bgrkv", stack_at(w_q, n), pair)
+        return dstate, stack_put(dnew, dnew_n, n)
 
     def step(j, walk):
         dstate, dstates, dnew = walk
         n = last - j
         dstate, dnew = adjoint(n, dstate, dnew)
-        return dstate, _put(dstates, dstate.astype(dtype), n - 1), dnew
+        return dstate, stack_put(dstates, dstate.astype(dtype), n - 1), dnew
 
-    dstates = _put(lax.empty((last + 1, *dstate.shape), dtype), dstate.astype(dtype), last)
+    dstates = stack_put(lax.empty((last + 1, *dstate.shape), dtype), dstate.astype(dtype), last)
     dstate, dstates, dnew = lax.fori_loop(0, last, step, (dstate, dstates, lax.empty(p.u.shape, dtype)))
     dstate, dnew = adjoint(0, dstate, dnew)
     return dstates, dnew, dstate

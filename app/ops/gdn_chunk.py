@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from app.ops.gdn_layout import BlockInputs, from_lanes, to_lanes
+from app.ops.gdn_layout import BlockDocuments, BlockInputs, from_lanes, to_lanes
 
 # Keeps XLA from fusing unrelated products and their many reductions into one fusion whose operands no longer fit the
 # vector memory (on v5p the whole rule costs a fifth more without).
@@ -41,7 +41,7 @@ class Scores(NamedTuple):
 class Operands(NamedTuple):
     """What meets the state, matrix layout: u [N,B,G,R,C,V], w, q_head, k_tail [..,C,K], att [..,C,C], carry [..,1,1].
 
-    u = inverse (beta v), w = inverse (beta head k), q_head = scale head q, k_tail = tail k, att = scale tril(q k^T pair);
+    u = inverse (beta v), w = inverse (beta head k), q_head = scale head q, k_tail = tail k, att = scale q k^T pair;
     carry (float32, the others in the inputs' dtype) is the decay over the whole chunk.
     """
 
@@ -62,8 +62,8 @@ def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def chunk_scores(x: BlockInputs) -> Scores:
     """Products of keys and queries, and decays, of a block's chunks."""
     decay = pairwise_decay(x.g)
-    if x.document is not None:
-        decay = mask_documents(decay, x.document, x.entry_document)
+    if x.documents is not None:
+        decay = mask_documents(decay, x.documents)
     kk = to_lanes(dot("nbgik,nbgjk->nbgij", x.k, x.k))
     qk = to_lanes(dot("nbgik,nbgjk->nbgij", x.q, x.k))
     return separate(Scores(kk, qk, decay))
@@ -109,7 +109,8 @@ def pairwise_decay(g: jax.Array) -> Decay:
     size = 1
     while size < length:
         halves = (repeats, length // (2 * size), 2, size)
-        pair, head, tail = pair.reshape(*halves, size, lanes), head.reshape(*halves, lanes), tail.reshape(*halves, lanes)
+        pair = pair.reshape(*halves, size, lanes)
+        head, tail = head.reshape(*halves, lanes), tail.reshape(*halves, lanes)
         across = jnp.exp(head[:, :, 1])[:, :, :, None] * jnp.exp(tail[:, :, 0])[:, :, None]
         pair = _block_lower(pair[:, :, 0], across, pair[:, :, 1])
         left, right = head[:, :, 0, -1:], head[:, :, 1, -1:]
@@ -119,11 +120,12 @@ def pairwise_decay(g: jax.Array) -> Decay:
     return Decay(pair[:, 0], jnp.exp(head[:, 0]), jnp.exp(tail[:, 0]))
 
 
-def mask_documents(decay: Decay, document: jax.Array, entry_document: jax.Array) -> Decay:
+def mask_documents(decay: Decay, documents: BlockDocuments) -> Decay:
     """A decay across a document start is zero (a mask: never g = -inf)."""
-    same = document[:, None] == document[None]
-    from_entry = document == entry_document[None]
-    to_end = document == document[-1:]
+    count = documents.count
+    same = count[:, None] == count[None]
+    from_entry = count == documents.entry[None]
+    to_end = count == count[-1:]
     return Decay(
         jnp.where(same[None], decay.pair, 0.0),
         jnp.where(from_entry[None], decay.head, 0.0),

@@ -1,9 +1,8 @@
-"""Slow references of the gated delta rule and the causal convolution: one token after the other, nothing of app imported.
+"""Slow references of the gated delta rule and the causal convolution: token after token, nothing of app imported.
 
 Letters: B batch, T time, G key heads, H value heads, K key dim, V value dim, W window, X channels.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -77,7 +76,7 @@ def gated_delta_rule_vjp(inputs, dout, dstate=None, *, segment_ids=None, initial
         dg[:, t] = np.sum(ds * decayed[t], (-1, -2))
         ds = ds * keep[:, t, :, None, None]
     dq, dk = (x.reshape(batch, tokens, key_heads, repeats, key_dim).sum(3) for x in (dq, dk))
-    return dict(zip((*INPUTS, "initial_state"), (dq, dk, dv, dg, dbeta, ds)))
+    return dict(zip((*INPUTS, "initial_state"), (dq, dk, dv, dg, dbeta, ds), strict=True))
 
 
 def gated_delta_rule_scan(q, k, v, g, beta):
@@ -99,11 +98,17 @@ def gated_delta_rule_scan(q, k, v, g, beta):
     return jnp.moveaxis(out, 0, 1)
 
 
+def _document_numbers(segment_ids, batch: int, tokens: int) -> np.ndarray:
+    if segment_ids is None:
+        return np.zeros((batch, tokens), int)
+    return np.cumsum(document_starts(np.asarray(segment_ids)), axis=1)
+
+
 def causal_conv(x, w, *, segment_ids=None) -> np.ndarray:
     """[B,T,X] float64: tap by tap, a tap counts if no document starts after it up to the token."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     batch, tokens, _ = x.shape
-    document = np.zeros((batch, tokens), int) if segment_ids is None else np.cumsum(document_starts(segment_ids), axis=1)
+    document = _document_numbers(segment_ids, batch, tokens)
     out = np.zeros(x.shape)
     for t in range(tokens):
         for lag in range(min(len(w), t + 1)):
@@ -116,7 +121,7 @@ def causal_conv_vjp(x, w, dout, *, segment_ids=None) -> tuple[np.ndarray, np.nda
     """float64 cotangents of x and w."""
     x, w, dout = (np.asarray(a, np.float64) for a in (x, w, dout))
     batch, tokens, _ = x.shape
-    document = np.zeros((batch, tokens), int) if segment_ids is None else np.cumsum(document_starts(segment_ids), axis=1)
+    document = _document_numbers(segment_ids, batch, tokens)
     dx, dw = np.zeros(x.shape), np.zeros(w.shape)
     for t in range(tokens):
         for lag in range(min(len(w), t + 1)):

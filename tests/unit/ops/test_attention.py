@@ -50,8 +50,12 @@ def run(kernel, q, k, v, d_out, ids=None, block_size=16, scale=None):
 @pytest.mark.parametrize(
     ("kernel", "H", "G", "packed"),
     [
-        ("xla", 4, 4, False), ("xla", 4, 1, True), ("xla", 6, 1, False), ("xla", 8, 1, True),
-        ("pallas_interpret", 4, 2, False), ("pallas_interpret", 6, 1, True),
+        ("xla", 4, 4, False),
+        ("xla", 4, 1, True),
+        ("xla", 6, 1, False),
+        ("xla", 8, 1, True),
+        ("pallas_interpret", 4, 2, False),
+        ("pallas_interpret", 6, 1, True),
     ],
 )
 def test_equals_whole_score_matrices(kernel, H, G, packed):

@@ -175,6 +175,7 @@ class Config:
     controller: str
     remat: str
     nonfinite_limit: int
+    self_check: bool
     model: ModelConfig
     dtypes: DtypesConfig
     mesh: MeshConfig

@@ -81,6 +81,8 @@ def train(config: Config, flags: Any) -> int:
     # ---- program: shapes and shardings only, nothing is allocated yet -----------------------------------------------
     program = Program(config, mesh)
     say(f"model: {model_params.count(program.specs):,} parameters; attention kernel {program.runtime.attention_kernel}")
+    if config.self_check and mesh.shape["context"] * mesh.shape["expert"] > 1:
+        program.check_sequence()
     read = functools.partial(
         pipeline.batches, sharding=program.batch_sharding, workers=config.data.workers, prefetch=config.data.prefetch
     )

@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
     # What a layer keeps for its backward. "full": nothing, all is recomputed; "exchanges": what came over the network
     # along the sequence (small), so that recomputing repeats no communication; "none": everything.
     config.remat = "exchanges"
+    config.self_check = True  # at the start, compare the sharded recurrence with one rank's on a short sequence
     config.nonfinite_limit = 5  # steps in a row with a loss or gradient that is not finite, before the run stops
 
     # ---- model: names and meanings of the published config.json; defaults are Qwen3.5-0.8B --------------------------

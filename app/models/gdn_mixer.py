@@ -73,7 +73,7 @@ class GdnMixer(nnx.Module):
             g_BTH,
             beta_BTH,
             segment_ids=segment_ids_BT,
-            axis_name=self.runtime.time_axes,
+            axis_name=self.runtime.time_axis,
             chunk_size=self.runtime.gdn_chunk,
         )
         z_BTHV = jnp.einsum("btd,dhv->bthv", x_BTD, layers.gathered(self.z_proj, self.runtime))
@@ -87,7 +87,7 @@ class GdnMixer(nnx.Module):
         kernels = [kernel[...].reshape(kernel.shape[0], -1) for kernel in (self.q_conv, self.k_conv, self.v_conv)]
         kernel_WX = jnp.concatenate(kernels, axis=-1).astype(flat_BTX.dtype)
         mixed_BTX = jax.nn.silu(
-            causal_conv(flat_BTX, kernel_WX, segment_ids=segment_ids_BT, axis_name=self.runtime.time_axes)
+            causal_conv(flat_BTX, kernel_WX, segment_ids=segment_ids_BT, axis_name=self.runtime.time_axis)
         )
         key_size = kernels[0].shape[-1]
         flat = jnp.split(mixed_BTX, (key_size, 2 * key_size), axis=-1)

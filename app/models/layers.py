@@ -13,6 +13,7 @@ from flax import nnx
 
 from app.cluster import sharding
 from app.ops import attention
+from app.ops.affine_scan import SequenceAxis
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
@@ -31,6 +32,7 @@ class Runtime:
     """What a layer has to know about the run, not about the model. Static: part of the module's graph definition."""
 
     rules: sharding.Rules = sharding.UNSHARDED
+    sequence_slices: int = 1  # slices that the sequence spans: between them its links are slow
     precision: Precision = Precision()
     remat: str = "none"
     gdn_chunk: int = 64
@@ -38,8 +40,9 @@ class Runtime:
     attention_kernel: attention.KernelName = "xla"
 
     @property
-    def time_axes(self) -> sharding.MeshAxes | None:
-        return self.rules.time or None
+    def time_axis(self) -> SequenceAxis | None:
+        """The sequence axis of the recurrence and the convolution; None where time is not sharded."""
+        return SequenceAxis(self.rules.time, slices=self.sequence_slices) if self.rules.time else None
 
 
 @functools.cache

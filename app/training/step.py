@@ -15,10 +15,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.cluster import sharding
-from app.config import Config
+from app.config import Config, ConfigError
 from app.models import params as model_params
 from app.models.layers import Precision, Runtime
-from app.ops import attention
+from app.ops import attention, self_check
 from app.training import optim
 from app.training.loss import chunked_cross_entropy
 
@@ -50,6 +50,7 @@ def runtime_of(config: Config, platform: str) -> Runtime:
     """The part of the config that layers see, with the sharded rules and "auto" resolved for the platform."""
     return Runtime(
         rules=sharding.SHARDED,
+        sequence_slices=config.mesh.dcn.context * config.mesh.dcn.expert,
         precision=Precision(config.dtypes.params, config.dtypes.compute, config.dtypes.reduce),
         remat=config.remat,
         gdn_chunk=config.ops.gdn_chunk,
@@ -93,6 +94,22 @@ class Program:
     def _fresh(self, params: dict[str, jax.Array]) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, self.direction.init(params), zero)
+
+    def check_sequence(self) -> None:
+        """Compare the sharded recurrence and convolution with a single rank on a short made-up sequence.
+
+        Raises ConfigError if they differ: an order of devices that is not the order of the sequence trains silently.
+        """
+        axis = self.runtime.time_axis
+        errors = self._on_ranks(lambda: self_check.sequence_errors(axis), (), REPLICATED)
+        sizes = self.config.mesh.sizes
+        try:
+            self_check.require_small(
+                {name: error.item() for name, error in jax.jit(errors)().items()},
+                f"mesh.context={sizes['context']}, mesh.expert={sizes['expert']}",
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def _abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; every moment is sharded like its parameter."""

@@ -14,10 +14,11 @@ from app.ops.gdn import gated_delta_rule
 from tests.benchmark.hlo_cost import analyze
 
 B, G, H, K, V = 2, 1, 2, 8, 4
+FLAT = SequenceAxis(("c",))
 
 
 @functools.cache
-def compiled(P, tokens, documents=True, axis=SequenceAxis(("c",)), extras=False):
+def compiled(P, tokens, documents=True, axis=FLAT, extras=False):
     """Forward and backward with `tokens` tokens a rank, bfloat16; extras: initial and final state."""
     mesh = Mesh(np.array(jax.devices()[:P]), ("c",))
     time = PS(None, "c")

@@ -11,10 +11,12 @@ import jax
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from app.cluster import sharding
-from app.cluster.mesh import build_mesh
+from app.cluster.mesh import build_mesh, check_sequence_order
+from app.config import ConfigError
+from app.ops import self_check
 from app.training.step import Program
 from tests.tiny import tiny_config
 
@@ -141,3 +143,21 @@ def test_fifty_steps_at_context_1_and_4_have_the_same_losses():
     alone, sharded = curve(), curve(**{"mesh.context": 4})
     assert alone[-1] < alone[0] - 0.5  # it learns, so that the states and gradients of every step matter
     np.testing.assert_allclose(sharded, alone, rtol=1e-5)
+
+
+def test_the_start_up_check(monkeypatch):
+    config = tiny_config(global_batch=ROWS, seq_len=TOKENS, **{"mesh.fsdp": 1, "mesh.context": 4})
+    program = Program(config, build_mesh(config.mesh, jax.devices()[:4]))
+    program.check_sequence()
+    whole = self_check.gated_delta_rule
+    monkeypatch.setattr(self_check, "gated_delta_rule", lambda *a, axis_name, **k: whole(*a, axis_name=None, **k))
+    with pytest.raises(ConfigError, match=r"mesh.context=4.*gated_delta_rule"):
+        program.check_sequence()
+
+
+def test_a_wrong_order_of_devices_is_refused():
+    mesh = build_mesh(tiny_config(**{"mesh.fsdp": 1, "mesh.context": 4}).mesh, jax.devices()[:4])
+    check_sequence_order(mesh)
+    swapped = Mesh(mesh.devices.reshape(-1)[[0, 2, 1, 3]].reshape(mesh.devices.shape), mesh.axis_names)
+    with pytest.raises(ValueError, match=r"mesh.context.*rank order must be sequence order"):
+        check_sequence_order(swapped)

@@ -13,7 +13,7 @@ from configs import base
 
 def get_config() -> ConfigDict:
     config = base.get_config()
-    config.update(steps=700, seq_len=512, global_batch=4, remat="none")
+    config.update(steps=650, seq_len=512, global_batch=4, remat="none")
     config.model.update(
         vocab_size=272,  # 256 bytes, end of document, and up to a multiple of 16 for mesh.tensor
         hidden_size=128,

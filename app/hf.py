@@ -11,9 +11,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from app.config import ModelConfig
 from safetensors import safe_open
 
+from app.config import ModelConfig
 from app.models import params as model_params
 from app.models.layers import Precision, Runtime
 from app.models.qwen import Qwen

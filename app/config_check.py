@@ -84,6 +84,9 @@ def _values(config: Config) -> Problems:
     for key in ("optimizer.b1", "optimizer.b2"):
         if not 0 <= flat[key] < 1:
             yield f"{key}={flat[key]}: a decay rate must be at least 0 and below 1"
+    chunk = config.ops.gdn_chunk
+    if chunk > 0 and chunk & (chunk - 1):
+        yield f"ops.gdn_chunk={chunk}: must be a power of two (64 on TPUs), such as {1 << chunk.bit_length() - 1}"
     if config.seed > MAX_SEED:
         yield f"seed={config.seed}: must be at most {MAX_SEED} (32 bits)"
 

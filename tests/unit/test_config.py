@@ -205,6 +205,7 @@ REFUSED = [
     ({"mesh.data": -1, "mesh.fsdp": -1}, None, r"mesh.data and mesh.fsdp are -1"),
     ({"remat": "ful"}, None, r"remat='ful': must be one of 'full', .*, did you mean full\?"),
     ({"controller": "multy"}, None, r"controller='multy': must be one of 'multi', did you mean multi\?"),
+    ({"ops.gdn_chunk": 48}, None, r"ops.gdn_chunk=48: must be a power of two .* such as 32"),
     ({"data.documents": "seperate"}, None, r"data.documents='seperate': must be one of .*, did you mean separate\?"),
     ({"dtypes.compute": "float16"}, None, r"dtypes.compute='float16': its range is too small.*use 'bfloat16'"),
     ({"dtypes.params": "bf16"}, None, r"dtypes.params='bf16': must be one of 'float32', .*, did you mean bfloat16"),

@@ -38,7 +38,7 @@ def test_file_overrides_and_flags():
         [DEMO, WORKDIR, "--config.seq_len", "64", "--config.mesh.fsdp", "-1", "--config.optimizer.eps=1e-3",
          "--config.optimizer.b1=0", "--config.log.tensorboard=False", "--config.data.path=", "--num_processes=1"]
     )  # fmt: skip
-    assert (config.steps, config.model.hidden_size) == (650, 128)  # the file's
+    assert (config.steps, config.model.hidden_size) == (1000, 128)  # the file's
     assert (config.seq_len, config.mesh.fsdp, config.optimizer.eps, config.optimizer.b1) == (64, -1, 1e-3, 0.0)
     assert (config.log.tensorboard, config.data.path) == (False, "")
     assert vars(flags) == {"workdir": "runs/x", "coordinator": None, "num_processes": 1, "process_id": None}

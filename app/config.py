@@ -160,6 +160,12 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ElasticConfig:
+    min_slices: int
+    max_losses: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LogConfig:
     every_steps: int
     tensorboard: bool
@@ -185,6 +191,7 @@ class Config:
     data: DataConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
+    elastic: ElasticConfig
     log: LogConfig
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from app.config import Config, ConfigError, did_you_mean, flatten, mesh_problems, resolve_mesh
 
 CHOICES = {
-    "controller": ("multi",),  # one process that drives all devices comes with the launchers
+    "controller": ("multi", "single"),
     "remat": ("full", "exchanges", "none"),
     "ops.attention_kernel": ("auto", "xla", "pallas"),
     "data.documents": ("separate", "joined"),
@@ -28,7 +28,7 @@ MINIMUM = {
     "mesh.cpu_devices": 0, "ops.gdn_chunk": 1, "ops.attention_block": 1, "loss.chunk": 1,
     "optimizer.warmup_steps": 0, "data.workers": 0, "data.prefetch": 0,
     "eval.every_steps": 0, "checkpoint.every_steps": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 0,
-    "log.every_steps": 1,
+    "elastic.min_slices": 0, "elastic.max_losses": 1, "log.every_steps": 1,
 }  # fmt: skip
 POSITIVE = (
     "model.rope_theta", "model.rms_norm_eps", "model.initializer_range", "model.partial_rotary_factor",
@@ -253,4 +253,21 @@ def _run(config: Config, sizes: Sizes) -> Problems:
         )
 
 
-RULES: tuple[Callable[[Config, Sizes], Problems], ...] = (_model, _sharding, _sequence, _run)
+def _elastic(config: Config, sizes: Sizes) -> Problems:
+    """Going on with fewer slices: the rows of the lost ones go to the others."""
+    least, dcn = config.elastic.min_slices, config.mesh.dcn
+    if least and config.controller != "single":
+        yield (
+            f"elastic.min_slices={least} with controller={config.controller!r}: only a single controller outlives a lost "
+            "slice; use controller='single', or elastic.min_slices=0 (the launcher starts the whole job again)"
+        )
+    if least > dcn.num_slices:
+        yield f"elastic.min_slices={least} is more than the {dcn.num_slices} slices of mesh.dcn.*: use at most as many"
+    if least and dcn.data != dcn.num_slices:
+        yield (
+            f"elastic.min_slices={least} with mesh.dcn.data={dcn.data} of {dcn.num_slices} slices: a lost slice must take "
+            "copies along, not parts; lay all slices along mesh.dcn.data"
+        )
+
+
+RULES: tuple[Callable[[Config, Sizes], Problems], ...] = (_model, _sharding, _sequence, _run, _elastic)

@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     config.global_batch = 8  # rows of one optimizer step, whole sequences, over all devices
     config.accumulation = 1  # micro-batches that a step is cut into, one after the other
     config.seed = 0  # of parameters and data order
-    config.controller = "multi"  # a process per host
+    config.controller = "multi"  # a process per host, or "single": one process for all devices (Pathways)
     # What a layer keeps for its backward. "full": nothing, all is recomputed; "exchanges": what came over the network
     # along the sequence (small), so that recomputing repeats no communication; "none": everything.
     config.remat = "exchanges"
@@ -109,6 +109,9 @@ def get_config() -> ConfigDict:
     config.checkpoint.every_steps = 500  # also after the last step and when a signal stops the run
     config.checkpoint.keep_last = 3
     config.checkpoint.keep_every = 0  # keep those of every so many steps for ever; 0: none
+    config.elastic = ConfigDict()  # controller "single", slices along mesh.data: what a lost slice does
+    config.elastic.min_slices = 0  # go on from the newest checkpoint while this many slices are left; 0: stop
+    config.elastic.max_losses = 3  # of slices in one run, then it stops
     config.log = ConfigDict()
     config.log.every_steps = 10
     config.log.tensorboard = True

@@ -116,7 +116,10 @@ class Qwen(nnx.Module):
         graphdef, stacked = nnx.split(self.groups)
 
         def one_group(h_BTD, state):
-            return nnx.merge(graphdef, state)(h_BTD, segment_ids_BT, inputs), None
+            # Tied to the stream on purpose. Differentiating a scan evaluates ahead, and keeps, whatever follows from
+            # its constants alone: of attention that is the mask of every pair of tiles, tokens x tokens numbers.
+            tied = lax.optimization_barrier((lax.stop_gradient(h_BTD), segment_ids_BT, inputs))
+            return nnx.merge(graphdef, state)(h_BTD, *tied[1:]), None
 
         h_BTD, _ = lax.scan(one_group, self._embedded(tokens_BT), stacked)
         return self.final_norm(h_BTD)

@@ -14,6 +14,10 @@ from app.config import ConfigError, MeshConfig
 
 # Variables by which a TPU cluster tells a process of its peers; jax.distributed then finds out the rest by itself.
 _PEER_LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
+PATIENT_COLLECTIVES = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=86400"
+)
 
 
 class ProcessFlags(Protocol):
@@ -45,6 +49,9 @@ def use_cpu_devices(count: int) -> None:
     """
     import jax
 
+    # Devices of one CPU share its cores, so at a long sequence one waits minutes for another in a collective. XLA ends
+    # the process after 40 s of that. Flags that are there already come later, and so they win.
+    os.environ["XLA_FLAGS"] = f"{PATIENT_COLLECTIVES} {os.environ.get('XLA_FLAGS', '')}".strip()
     try:
         jax.config.update("jax_num_cpu_devices", count)  # wins over --xla_force_host_platform_device_count
     except RuntimeError as error:  # jax has started

@@ -1,5 +1,6 @@
 """Start-up of processes and stopping by signal. What must happen before jax starts runs in processes of its own."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -55,8 +56,10 @@ def test_incomplete_settings_are_refused(flags, environ, message):
 
 
 def start(code, *args):
+    flags = "--xla_cpu_collective_call_terminate_timeout_seconds=5"  # a user's own
+    environ = {**os.environ, "XLA_FLAGS": flags}
     return subprocess.Popen(
-        [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *args], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -66,6 +69,7 @@ from app.cluster import runtime
 runtime.use_cpu_devices(3)
 import jax
 assert [d.platform for d in jax.devices()] == ["cpu"] * 3
+assert os.environ["XLA_FLAGS"].startswith("--xla_cpu_collective") and os.environ["XLA_FLAGS"].endswith("=5")
 runtime.use_cpu_devices(3)
 try:
     runtime.use_cpu_devices(4)

@@ -27,9 +27,9 @@ LSE_NAME = "attention_lse"
 
 
 def causal_attention(
-    q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGV: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     *,
     segment_ids: jax.Array | None = None,
     scale: float | None = None,
@@ -38,14 +38,15 @@ def causal_attention(
 ) -> jax.Array:
     """Softmax attention of every token to itself and the earlier tokens of its document; [B,T,H,V] in q's dtype.
 
-    segment_ids: int32 [B,T], 0 is padding; None: one document. scale None: K^-0.5. block_size: tokens of a block of
-    the xla kernel at most (a length that it does not divide is cut into equal blocks and padded by less than a token a
-    block); the pallas kernel chooses its own. First derivatives only.
+    q [B,T,H,K], k [B,T,G,K], v [B,T,G,V]: query head h uses key/value head h // (H/G). segment_ids: int32 [B,T], 0 is padding;
+    None: one document. scale None: K^-0.5. block_size: tokens of a block of the xla kernel at most (a length that it
+    does not divide is cut into equal blocks and padded by less than a token a block); the pallas kernel chooses its
+    own. First derivatives only.
     Raises ValueError for shapes that do not fit together or not the kernel.
     """
-    check_shapes(q_BTHK, k_BTGK, v_BTGV, segment_ids)
-    chosen = make_kernel(kernel, q_BTHK, k_BTGK, parts=1, scale=scale, block_size=block_size)
-    out_BHTV = _causal(*(jnp.swapaxes(x, 1, 2) for x in (q_BTHK, k_BTGK, v_BTGV)), segment_ids, chosen)
+    check_shapes(q, k, v, segment_ids)
+    chosen = make_kernel(kernel, q, k, parts=1, scale=scale, block_size=block_size)
+    out_BHTV = _causal(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)), segment_ids, chosen)
     return jnp.swapaxes(out_BHTV, 1, 2)
 
 

@@ -36,9 +36,9 @@ Layout = Literal["zigzag", "contiguous"]
 
 
 def ring_attention(
-    q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGV: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     *,
     segment_ids: jax.Array | None = None,
     axis_name: AxisName,
@@ -50,15 +50,15 @@ def ring_attention(
 ) -> jax.Array:
     """This rank's part of causal attention over the whole sequence, [B,T,H,V] in q's dtype.
 
-    Under shard_map(check_vma=False). q, k, v and segment_ids [B,T] are the rank's part in the order that `layout`
-    names; `axis_name` is the mesh axis of the sequence, or several, the first the major one. segment_ids: documents are
+    Under shard_map(check_vma=False). q [B,T,H,K], k [B,T,G,K], v [B,T,G,V] and segment_ids [B,T] are the rank's part
+    in the order that `layout` names; `axis_name` is the mesh axis of the sequence, or several, the first the major one. segment_ids: documents are
     numbered within a row over all ranks, 0 is padding; None: one document. scale None: K^-0.5. kind "all_gather" holds
     the K and V of all ranks at once: for few ranks. block_size, kernel: see `causal_attention`.
     First derivatives only; a rank's gradients of its own k and v are complete (no sum over ranks is missing).
     Raises ValueError for shapes that do not fit together, an unknown layout or kind, or tokens that cannot be halved.
     """
-    check_shapes(q_BTHK, k_BTGK, v_BTGV, segment_ids)
-    T = q_BTHK.shape[1]
+    check_shapes(q, k, v, segment_ids)
+    T = q.shape[1]
     parts = {"zigzag": 2, "contiguous": 1}.get(layout)
     if parts is None:
         raise ValueError(f"layout={layout!r} must be 'zigzag' or 'contiguous'")
@@ -66,9 +66,9 @@ def ring_attention(
         raise ValueError(f"kind={kind!r} must be 'ring' or 'all_gather'")
     if T % parts:
         raise ValueError(f"zigzag attention halves each rank's tokens: {T} of them is an odd number")
-    chosen = make_kernel(kernel, q_BTHK, k_BTGK, parts=parts, scale=scale, block_size=block_size)
+    chosen = make_kernel(kernel, q, k, parts=parts, scale=scale, block_size=block_size)
     plan = _Plan(chosen, axis_name, kind)
-    out_BHTV = _attend(*(jnp.swapaxes(x, 1, 2) for x in (q_BTHK, k_BTGK, v_BTGV)), segment_ids, plan)
+    out_BHTV = _attend(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)), segment_ids, plan)
     return jnp.swapaxes(out_BHTV, 1, 2)
 
 

@@ -38,10 +38,10 @@ def causal_attention(
 ) -> jax.Array:
     """Softmax attention of every token to itself and the earlier tokens of its document; [B,T,H,V] in q's dtype.
 
-    q [B,T,H,K], k [B,T,G,K], v [B,T,G,V]: query head h uses key/value head h // (H/G). segment_ids: int32 [B,T], 0 is padding;
-    None: one document. scale None: K^-0.5. block_size: tokens of a block of the xla kernel at most (a length that it
-    does not divide is cut into equal blocks and padded by less than a token a block); the pallas kernel chooses its
-    own. First derivatives only.
+    q [B,T,H,K], k [B,T,G,K], v [B,T,G,V]: query head h uses key/value head h // (H/G). segment_ids: int32 [B,T], 0 is
+    padding; None: one document. scale None: K^-0.5. block_size: tokens of a block of the xla kernel at most (a length
+    that it does not divide is cut into equal blocks and padded by less than a token a block); the pallas kernel chooses
+    its own. First derivatives only.
     Raises ValueError for shapes that do not fit together or not the kernel.
     """
     check_shapes(q, k, v, segment_ids)

@@ -51,9 +51,10 @@ def ring_attention(
     """This rank's part of causal attention over the whole sequence, [B,T,H,V] in q's dtype.
 
     Under shard_map(check_vma=False). q [B,T,H,K], k [B,T,G,K], v [B,T,G,V] and segment_ids [B,T] are the rank's part
-    in the order that `layout` names; `axis_name` is the mesh axis of the sequence, or several, the first the major one. segment_ids: documents are
-    numbered within a row over all ranks, 0 is padding; None: one document. scale None: K^-0.5. kind "all_gather" holds
-    the K and V of all ranks at once: for few ranks. block_size, kernel: see `causal_attention`.
+    in the order that `layout` names; `axis_name` is the mesh axis of the sequence, or several, the first the major one.
+    segment_ids: documents are numbered within a row over all ranks, 0 is padding; None: one document. scale None:
+    K^-0.5. kind "all_gather" holds the K and V of all ranks at once: for few ranks. block_size, kernel: see
+    `causal_attention`.
     First derivatives only; a rank's gradients of its own k and v are complete (no sum over ranks is missing).
     Raises ValueError for shapes that do not fit together, an unknown layout or kind, or tokens that cannot be halved.
     """

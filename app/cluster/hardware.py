@@ -25,6 +25,7 @@ class Generation:
     device_kinds: tuple[str, ...]  # jax.Device.device_kind
     devices_per_chip: int
     peak_bf16_flops: float  # FLOP/s per device
+    flops_per_cycle: int  # bf16, of a device's matrix units: the power of two above libtpu's estimates
     hbm_bytes: int  # per device, what a program may use
     hbm_bytes_per_second: float  # per device
     ici_bytes_per_second: float  # one link, one way
@@ -36,6 +37,11 @@ class Generation:
     small_topologies: tuple[tuple[int, ...], ...]  # those that are not whole cubes; all of them for a 2D generation
     max_chips: int  # of one slice
     libtpu_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of get_topology_desc
+
+    @property
+    def cycles_per_second(self) -> float:
+        """The clock at which the matrix units reach the peak: 1.75 GHz on v5p and v6e."""
+        return self.peak_bf16_flops / self.flops_per_cycle
 
     @property
     def dims(self) -> int:
@@ -69,6 +75,7 @@ GENERATIONS: Mapping[str, Generation] = {
             device_kinds=("TPU v4",),
             devices_per_chip=1,  # two TensorCores work as one device (megacore)
             peak_bf16_flops=275e12,
+            flops_per_cycle=2**18,
             hbm_bytes=int(30.75 * GIB),  # of 32
             hbm_bytes_per_second=1200e9,
             ici_bytes_per_second=45e9,
@@ -86,6 +93,7 @@ GENERATIONS: Mapping[str, Generation] = {
             device_kinds=("TPU v5 lite", "TPU v5e"),
             devices_per_chip=1,
             peak_bf16_flops=197e12,
+            flops_per_cycle=2**17,
             hbm_bytes=int(15.75 * GIB),  # of 16
             hbm_bytes_per_second=819e9,
             ici_bytes_per_second=50e9,
@@ -102,6 +110,7 @@ GENERATIONS: Mapping[str, Generation] = {
             device_kinds=("TPU v5", "TPU v5p"),
             devices_per_chip=1,
             peak_bf16_flops=459e12,
+            flops_per_cycle=2**18,
             hbm_bytes=int(95.73 * GIB),  # of 96
             hbm_bytes_per_second=2765e9,
             ici_bytes_per_second=100e9,  # 1,200 GB/s both ways over six links
@@ -118,6 +127,7 @@ GENERATIONS: Mapping[str, Generation] = {
             device_kinds=("TPU v6 lite", "TPU v6e"),
             devices_per_chip=1,
             peak_bf16_flops=918e12,
+            flops_per_cycle=2**19,
             hbm_bytes=int(31.24 * GIB),  # of 32
             hbm_bytes_per_second=1638e9,
             ici_bytes_per_second=100e9,  # 800 GB/s both ways over four links
@@ -134,6 +144,7 @@ GENERATIONS: Mapping[str, Generation] = {
             device_kinds=("TPU7x", "TPU v7x"),
             devices_per_chip=2,
             peak_bf16_flops=1153.5e12,
+            flops_per_cycle=2**19,
             hbm_bytes=int(94.74 * GIB),  # of 96 (192 a chip)
             hbm_bytes_per_second=3690e9,
             ici_bytes_per_second=100e9,  # 1,200 GB/s both ways over six links

@@ -1,0 +1,93 @@
+"""Link arithmetic on made-up devices with coordinates, and the walk over a schedule."""
+
+import types
+
+import numpy as np
+import pytest
+
+from app.cluster.hardware import GENERATIONS
+from app.planning import timeline
+from app.planning.hlo import Exchange, Module
+from app.planning.network import HOP_SECONDS, Network
+from tests.unit.planning.test_hlo import PROGRAM
+
+V5P = GENERATIONS["v5p"]
+RATE = V5P.ici_bytes_per_second
+
+
+def network(shape=(4, 4, 4), slices=1, axes=("context",), sizes=None):
+    """Devices in row-major order of their coordinates, slice after slice."""
+    devices = [
+        types.SimpleNamespace(coords=tuple(int(x) for x in place), slice_index=one)
+        for one in range(slices)
+        for place in np.ndindex(*shape)
+    ]
+    array = np.empty(len(devices), object)
+    array[:] = devices
+    mesh = types.SimpleNamespace(devices=array.reshape(sizes or (len(devices),)), axis_names=axes)
+    return Network(mesh, V5P)  # pyrefly: ignore[bad-argument-type]
+
+
+def seconds(bytes_, loads, hops):
+    return pytest.approx(bytes_ * loads / RATE + hops * HOP_SECONDS)
+
+
+def test_neighbours_one_link_apart_share_no_link():
+    pairs = tuple((n, n + 1) for n in range(3))  # along the last side
+    found = network().transfer(Exchange("collective-permute", 10**6, (), pairs))
+    assert (found.hops, found.contention, found.network, found.axes) == (1, 1, "ici", ("context",))
+    assert found.seconds == seconds(10**6, 1, 1)
+
+
+def test_a_shift_by_two_on_a_ring_puts_two_messages_on_a_link_unless_both_ways_are_equal():
+    eight = network((8, 4, 4), axes=("a", "b"), sizes=(8, 16))
+    pairs = tuple((n * 16, (n + 2) % 8 * 16) for n in range(8))
+    found = eight.transfer(Exchange("collective-permute", 10**6, (), pairs))
+    assert (found.hops, found.contention, found.axes) == (2, 2, ("a",))
+    half = tuple((n * 16, (n + 4) % 8 * 16) for n in range(8))
+    assert eight.transfer(Exchange("collective-permute", 10**6, (), half)).contention == 2  # four hops, shared two ways
+
+
+@pytest.mark.parametrize("kind, times", [("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)])
+def test_a_whole_cube_uses_its_six_links(kind, times):
+    found = network().transfer(Exchange(kind, 10**8, (tuple(range(64)),), ()))
+    assert found.seconds == seconds(10**8, times * 63 / 64 / 6, 6)
+
+
+def test_groups_that_interleave_share_links():
+    every_second = ((0, 2), (1, 3))
+    found = network().transfer(Exchange("all-gather", 10**6, every_second, ()))
+    assert found.contention == pytest.approx(1 / 2 * 2)
+
+
+def test_between_slices_data_moves_at_the_rate_of_the_data_centre():
+    two = network(slices=2, axes=("data", "context"), sizes=(2, 64))
+    found = two.transfer(Exchange("collective-permute", 10**6, (), ((0, 64),)))
+    assert (found.network, found.axes) == ("dcn", ("data",))
+    assert found.seconds == pytest.approx(10**6 / V5P.dcn_bytes_per_second + HOP_SECONDS)
+    both = two.transfer(Exchange("all-reduce", 10**9, (tuple(range(128)),), ()))
+    assert both.network == "dcn" and both.seconds > 10**9 / 64 / V5P.dcn_bytes_per_second
+
+
+def test_an_asynchronous_transfer_costs_what_the_core_has_to_wait():
+    """Per trip: a product of 100 us, a transfer issued after it, a kernel beside it, a gather that stops the core."""
+    module, four = Module.parse(PROGRAM), network((4, 4, 4))
+    transfer = 64 / RATE + HOP_SECONDS  # 0 -> 1 -> 2 -> 3 -> 0 on a ring of four: one hop each
+
+    def walk(kernel):
+        def core(x):
+            return {"y": 1e-4, "kernel": kernel}.get(x.name, 0.0)
+
+        return timeline.walk(module, four, core, lambda x: "part")
+
+    hidden, waiting = walk(1.0), walk(0.0)
+    assert hidden.busy["part"] == pytest.approx(3 * 1.0001)
+    assert hidden.exposed["collective-permute, part"] == 0
+    assert waiting.exposed["collective-permute, part"] == pytest.approx(3 * transfer, rel=1e-6)
+    assert hidden.exposed["all-gather, part"] > 0
+
+
+def test_the_cycles_a_second_make_the_peak():
+    assert {name: round(g.cycles_per_second / 1e9, 2) for name, g in GENERATIONS.items()} == {
+        "v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2,
+    }  # fmt: skip

@@ -9,16 +9,17 @@ times, whatever the length of the sequence. Derivation, costs and measurements: 
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple, cast, overload
+from typing import Literal, NamedTuple, cast, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from app.ops.affine_scan import AffineMap, AxisName, SequenceAxis, apply, exclusive_scan, matmul, sequence_axis
+from app.ops.affine_scan import AffineMap, AxisName, SequenceAxis, apply, matmul, sequence_axis
 from app.ops.gdn_block import backward_block, forward_block
 from app.ops.gdn_chunk import dot
+from app.ops.gdn_fused import Fused, fused_rule
 from app.ops.gdn_layout import (
     Blocks,
     Inputs,
@@ -32,15 +33,38 @@ from app.ops.gdn_layout import (
     write_keys,
     write_values,
 )
+from app.ops.gdn_ranks import (
+    Exchange,
+    add_entering,
+    arriving_cotangent,
+    count_documents,
+    entering_state,
+    from_last_rank,
+)
 
 # checkpoint_name's of what the backward reads besides the inputs. The first group is what only the exchange between
 # ranks can give: with it kept, a rematerialised layer repeats no collective of this file. Bytes: app/ops/README.md.
 STATE_NAMES = ("gdn_entry_state", "gdn_transition", "gdn_border")
-FACTOR_NAMES = ("gdn_inverse", "gdn_query_map", "gdn_out")
+FACTOR_NAMES = ("gdn_inverse", "gdn_query_map", "gdn_chunk_state", "gdn_out")
 
 # Policies for jax.checkpoint around a layer.
 keep_states = jax.checkpoint_policies.save_only_these_names(*STATE_NAMES)
 keep_all = jax.checkpoint_policies.save_only_these_names(*STATE_NAMES, *FACTOR_NAMES)
+
+
+KernelName = Literal["xla", "pallas", "pallas_interpret"]
+
+
+def resolve_kernel(name: str, platform: str) -> KernelName:
+    """The kernel that a config's "auto" | "xla" | "pallas" means on a platform ("tpu", "cpu", "gpu").
+
+    Raises ValueError for another name, or for "pallas" where there is no TPU.
+    """
+    if name not in ("auto", "xla", "pallas"):
+        raise ValueError(f"the kernel of the gated delta rule is 'auto', 'xla' or 'pallas', not {name!r}")
+    if name == "pallas" and platform != "tpu":
+        raise ValueError(f"the pallas gated delta rule runs on TPUs, not on {platform!r}: choose 'auto' or 'xla'")
+    return "pallas" if platform == "tpu" and name != "xla" else "xla"
 
 
 @overload
@@ -55,6 +79,7 @@ def gated_delta_rule(
     initial_state: jax.Array | None = ...,
     axis_name: AxisName = ...,
     chunk_size: int = ...,
+    kernel: KernelName = ...,
     scale: float | None = ...,
     return_final_state: Literal[False] = ...,
 ) -> jax.Array: ...
@@ -70,6 +95,7 @@ def gated_delta_rule(
     initial_state: jax.Array | None = ...,
     axis_name: AxisName = ...,
     chunk_size: int = ...,
+    kernel: KernelName = ...,
     scale: float | None = ...,
     return_final_state: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -84,6 +110,7 @@ def gated_delta_rule(
     initial_state: jax.Array | None = None,
     axis_name: AxisName = None,
     chunk_size: int = 64,
+    kernel: KernelName = "xla",
     scale: float | None = None,
     return_final_state: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -98,7 +125,8 @@ def gated_delta_rule(
       initial_state: [B,H,K,V] float32 before the first token (which continues it), the same on every rank; None: zero.
       axis_name: mesh axis, tuple of axes (major first) or SequenceAxis that time is sharded over, under shard_map;
         rank order must be sequence order. None: not sharded.
-      chunk_size: tokens per chunk, a power of two.
+      chunk_size: tokens per chunk of the "xla" kernel, a power of two; the pallas one has its own.
+      kernel: "xla" (any platform), "pallas" (TPU) or "pallas_interpret" (the TPU kernel anywhere, slowly: tests).
       scale: factor on q; None: K^-0.5.
       return_final_state: whether to return the state too.
 
@@ -109,27 +137,25 @@ def gated_delta_rule(
       first.
 
     Raises:
-      ValueError: shapes disagree, H is no multiple of G, or chunk_size is no power of two.
+      ValueError: shapes disagree, H is no multiple of G, chunk_size is no power of two, or the kernel does not exist or
+        does not take the head dims.
     """
     _check_shapes(q, k, v, g, beta, segment_ids, initial_state, chunk_size)
+    _check_kernel(kernel, q.shape[-1], v.shape[-1])
     batch, tokens, key_heads, key_dim = q.shape
-    static = _Static(
-        axis=sequence_axis(axis_name),
-        blocks=plan_blocks(tokens, batch * key_heads, chunk_size),
-        scale=key_dim**-0.5 if scale is None else float(scale),
-        has_initial_state=initial_state is not None,
-        return_final_state=return_final_state,
-    )
+    axis, scale = sequence_axis(axis_name), key_dim**-0.5 if scale is None else float(scale)
+    states = (initial_state is not None, return_final_state)
     compute = q.dtype if q.dtype == k.dtype == v.dtype and q.dtype.itemsize == 2 else jnp.float32
     if initial_state is not None:
         initial_state = initial_state.astype(jnp.float32)
-    out, final_state = _rule(
-        static,
-        *(x.astype(compute) for x in (q, k, v)),
-        *(x.astype(jnp.float32) for x in (g, beta)),
-        segment_ids,
-        initial_state,
-    )
+    narrow = [x.astype(compute) for x in (q, k, v)]
+    gates = [x.astype(jnp.float32) for x in (g, beta)]
+    if kernel == "xla":
+        blocks = plan_blocks(tokens, batch * key_heads, chunk_size)
+        rule = functools.partial(_rule, _Static(axis, blocks, scale, *states))
+    else:
+        rule = functools.partial(fused_rule, Fused(axis, scale, *states, interpret=kernel == "pallas_interpret"))
+    out, final_state = rule(*narrow, *gates, segment_ids, initial_state)
     out = out.astype(v.dtype)
     return (out, final_state) if return_final_state else out
 
@@ -157,6 +183,16 @@ def _check_shapes(q, k, v, g, beta, segment_ids, initial_state, chunk_size: int)
         raise ValueError(f"gated_delta_rule: chunk_size must be a power of two, got {chunk_size}")
 
 
+def _check_kernel(kernel: str, key_dim: int, value_dim: int) -> None:
+    if kernel not in get_args(KernelName):
+        raise ValueError(f"gated_delta_rule: kernel must be one of {get_args(KernelName)}, got {kernel!r}")
+    if kernel == "pallas" and (key_dim % 128 or value_dim % 128):
+        raise ValueError(
+            f"the pallas gated delta rule takes head dims that are multiples of 128, not {key_dim} and {value_dim} "
+            "(model.linear_key_head_dim, model.linear_value_head_dim): choose the xla kernel (ops.gdn_kernel)"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Static:
     """What is known while tracing."""
@@ -168,13 +204,6 @@ class _Static:
     return_final_state: bool
 
 
-class _Exchange(NamedTuple):
-    """This rank's transition [B,G,R,K,K] float32, and query_map [B,T,H,K]: the entering state's part in each output."""
-
-    transition: jax.Array
-    query_map: jax.Array
-
-
 class _Residuals(NamedTuple):
     """Saved for the backward: padded inputs, float32 states entering the blocks [blocks,B,G,R,K,V], chunk inverses
     [blocks,R,C,C,Z]; where the sequence is sharded, what carries cotangents between ranks."""
@@ -182,7 +211,7 @@ class _Residuals(NamedTuple):
     inputs: Inputs
     states: jax.Array
     inverses: jax.Array
-    exchange: _Exchange | None
+    exchange: Exchange | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -193,7 +222,8 @@ def _rule(static: _Static, q, k, v, g, beta, segment_ids, initial_state):
 
 def _forward(static: _Static, q, k, v, g, beta, segment_ids, initial_state):
     tokens = q.shape[1]
-    document = None if segment_ids is None else pad_tokens(_documents(static.axis, segment_ids), static.blocks, "edge")
+    document = None if segment_ids is None else count_documents(static.axis, segment_ids)
+    document = None if document is None else pad_tokens(document, static.blocks, "edge")
     q, k, v, g, beta = (pad_tokens(y, static.blocks) for y in (q, k, v, g, beta))
     x = Inputs(q, k, v, g, beta, document)
     batch, _, key_heads, key_dim = q.shape
@@ -205,16 +235,6 @@ def _forward(static: _Static, q, k, v, g, beta, segment_ids, initial_state):
         out, final_state, residuals = _run_part(static, static.axis, x, shape, initial)
     out = checkpoint_name(out[:, :tokens], "gdn_out")
     return (out, None if final_state is None else _merge_heads(final_state)), residuals
-
-
-def _documents(axis: SequenceAxis | None, segment_ids: jax.Array) -> jax.Array:
-    """[B,T]: document starts at or before a token of this rank. The very first token continues the initial state."""
-    before = segment_ids[:, :1]
-    if axis is not None:
-        arriving = checkpoint_name(axis.shift(segment_ids[:, -1:], 1), "gdn_border")
-        before = jnp.where(axis.rank == 0, before, arriving)
-    starts = segment_ids != jnp.concatenate([before, segment_ids[:, :-1]], axis=1)
-    return jnp.cumsum(starts.astype(jnp.int32), axis=1)
 
 
 def _run_whole(static: _Static, x: Inputs, shape: tuple[int, ...], initial: jax.Array | None):
@@ -262,27 +282,23 @@ def _run_part(static: _Static, axis: SequenceAxis, x: Inputs, shape: tuple[int, 
     query_map = checkpoint_name(query_map, "gdn_query_map")
     local = AffineMap(checkpoint_name(state[..., value_dim:], "gdn_transition"), state[..., :value_dim])
 
-    entry = checkpoint_name(exclusive_scan(local, axis, initial_state=initial), "gdn_entry_state")
-
-    added = dot("bthk,bhkv->bthv", query_map, _merge_heads(entry).astype(dtype))
-    out = (local_out.astype(jnp.float32) + added).astype(dtype)
+    entry = entering_state(local, axis, initial)
+    out = add_entering(local_out, query_map, _merge_heads(entry))
     entries = jnp.broadcast_to(entry, (blocks.blocks, *shape))
     states = checkpoint_name(matmul(states[..., value_dim:], entries) + states[..., :value_dim], "gdn_entry_state")
-    final_state = _from_last_rank(axis, apply(local, entry)) if static.return_final_state else None
-    return out, final_state, _Residuals(x, states, inverses, _Exchange(local.transition, query_map))
+    final_state = from_last_rank(axis, apply(local, entry)) if static.return_final_state else None
+    return out, final_state, _Residuals(x, states, inverses, Exchange(_merge_heads(local.transition), query_map))
 
 
 def _backward(static: _Static, residuals: _Residuals, cotangents):
     x, states, blocks, axis = residuals.inputs, residuals.states, static.blocks, static.axis
     tokens = cotangents[0].shape[1]
     dout = pad_tokens(cotangents[0], blocks)
-    dfinal = cotangents[1].reshape(states.shape[1:]) if static.return_final_state else None
-    if axis is None or residuals.exchange is None:
-        dstate = jnp.zeros(states.shape[1:], jnp.float32) if dfinal is None else dfinal
-    else:
-        # Every rank returned the last rank's state: their cotangents add up there.
-        dfinal = None if dfinal is None else lax.psum(dfinal, axis.names)
-        dstate = _arriving_cotangent(residuals.exchange, dout, axis, dfinal, states.shape[1:])
+    dstate = cotangents[1] if static.return_final_state else None
+    if axis is not None and residuals.exchange is not None:
+        bias = dot("bthk,bthv->bhkv", residuals.exchange.query_map, dout)
+        dstate = arriving_cotangent(residuals.exchange.transition, bias, axis, dstate)
+    dstate = jnp.zeros(states.shape[1:], jnp.float32) if dstate is None else dstate.reshape(states.shape[1:])
 
     def body(j, walk):
         dstate, dx = walk
@@ -305,23 +321,6 @@ def _backward(static: _Static, residuals: _Residuals, cotangents):
 
 
 _rule.defvjp(_forward, _backward)
-
-
-def _arriving_cotangent(
-    exchange: _Exchange, dout: jax.Array, axis: SequenceAxis, dfinal: jax.Array | None, shape: tuple[int, ...]
-) -> jax.Array:
-    """Cotangent of the state leaving this rank [B,G,R,K,V] = shape, from the ranks after it.
-
-    The map of cotangents through a rank has the transposed transition, and as its bias what the rank's own outputs
-    send to the state entering it: query_map^T dout, since query_map is that state's part in each output.
-    """
-    bias = dot("bthk,bthv->bhkv", exchange.query_map, dout).reshape(shape)
-    adjoint = AffineMap(jnp.swapaxes(exchange.transition, -1, -2), bias)
-    return exclusive_scan(adjoint, axis, initial_state=dfinal, reverse=True)
-
-
-def _from_last_rank(axis: SequenceAxis, state: jax.Array) -> jax.Array:
-    return lax.psum(jnp.where(axis.rank == axis.size - 1, state, 0.0), axis.names)
 
 
 def _stack_empty(blocks: Blocks, state: jax.Array) -> jax.Array:

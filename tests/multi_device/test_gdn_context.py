@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as PS
 
-from app.ops import affine_scan, gdn, self_check
+from app.ops import affine_scan, gdn, gdn_ranks, self_check
 from app.ops.affine_scan import SequenceAxis, sequence_axis
 from app.ops.gdn import gated_delta_rule
 from tests.unit.ops.gdn_base import OUTPUTS, ROWS, Problem, error, make_problem
@@ -154,8 +154,8 @@ def test_negative_controls(monkeypatch):
         patch.setattr(SequenceAxis, "shift", alone)
         assert worst(4, True) > 1e-2, "the segment id before a rank is not exchanged"
     with monkeypatch.context() as patch:
-        scan = gdn.exclusive_scan
-        patch.setattr(gdn, "exclusive_scan", lambda *a, reverse=False, **k: scan(*a, reverse=False, **k))
+        scan = gdn_ranks.exclusive_scan
+        patch.setattr(gdn_ranks, "exclusive_scan", lambda *a, reverse=False, **k: scan(*a, reverse=False, **k))
         assert worst(4, False) > 1e-2, "cotangents travel the wrong way"
 
 

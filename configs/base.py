@@ -23,6 +23,9 @@ def get_config() -> ConfigDict:
     config.self_check = True  # at the start, compare the sharded recurrence with one rank's on a short sequence
     config.nonfinite_limit = 5  # steps in a row with a loss or gradient that is not finite, before the run stops
 
+    config.init_from = ""  # weights to start from: what app.hf imported, or WORKDIR/checkpoints/<step> of another run
+    config.compile_cache = ""  # directory of compiled programs, which the next start need not compile; "": none
+
     # ---- model: names and meanings of the published config.json; defaults are Qwen3.5-0.8B --------------------------
     config.model = ConfigDict()
     config.model.vocab_size = 248_320
@@ -44,6 +47,14 @@ def get_config() -> ConfigDict:
     config.model.initializer_range = 0.02  # standard deviation of every matrix at the start
     config.model.tie_word_embeddings = True  # the head is the embedding
     config.model.max_position_embeddings = 262_144  # what the published weights were trained to; no limit here
+    config.model.num_experts = 0  # of each mixture-of-experts layer; 0: every layer has an MLP of intermediate_size
+    config.model.num_experts_per_tok = 0  # experts that work on one token, besides the shared one
+    config.model.moe_intermediate_size = 0  # of one expert
+    config.model.shared_expert_intermediate_size = 0  # of the expert that works on every token
+    config.model.norm_topk_prob = True  # the weights of a token's experts add up to 1
+    config.model.decoder_sparse_step = 1  # every n-th layer has experts, the others an MLP
+    config.model.mlp_only_layers = ()  # numbers of layers that have an MLP all the same
+    config.model.router_aux_loss_coef = 0.0  # weight of the load-balancing loss (published models: 0.001)
 
     # ---- dtypes: "float32" or "bfloat16" ----------------------------------------------------------------------------
     config.dtypes = ConfigDict()
@@ -55,7 +66,7 @@ def get_config() -> ConfigDict:
     config.mesh = ConfigDict()
     config.mesh.data = 1  # rows; parameters are copied
     config.mesh.fsdp = -1  # rows; parameters are cut along their width
-    config.mesh.expert = 1  # experts; also the inner part of the sequence (1 for a dense model)
+    config.mesh.expert = 1  # experts are shared out; also the inner part of the sequence (1 for a dense model)
     config.mesh.context = 1  # the sequence; parameters are cut along their width here too
     config.mesh.tensor = 1  # heads, MLP hidden, vocabulary
     config.mesh.cpu_devices = 0  # above 0: make this many CPU devices in each process and use nothing else
@@ -70,12 +81,19 @@ def get_config() -> ConfigDict:
 
     # ---- block sizes: speed and memory, not results -----------------------------------------------------------------
     config.ops = ConfigDict()
-    config.ops.gdn_chunk = 64  # tokens of one chunk of the gated delta rule
+    config.ops.gdn_chunk = 64  # tokens of one chunk of the gated delta rule (xla kernel)
+    config.ops.gdn_kernel = "auto"  # "pallas" (TPU) or "xla"; "auto": pallas on TPUs, xla elsewhere
     config.ops.attention_block = 512  # tokens of one block of softmax attention
     config.ops.attention_kernel = "auto"  # "pallas" (TPU) or "xla"; "auto": pallas on TPUs, xla elsewhere
+    config.experts = ConfigDict()  # tokens travel to the rank of mesh.expert that has their expert, and back
+    # Room of one exchange, x what a rank gets of evenly spread tokens. More tokens go in further rounds: slower, exact.
+    config.experts.capacity = 1.25
+    config.experts.max_rounds = 0  # 0: as many rounds as it takes. n: what is left then is dropped, and counted
     config.loss = ConfigDict()
     config.loss.chunk = 512  # tokens whose logits exist at a time on a device (x vocab_size x 4 bytes)
     config.loss.z_weight = 0.0  # weight of the mean squared logsumexp, which keeps logits near 0; 1e-4 is usual
+    config.loss.router_z_weight = 0.0  # the same of the router's logits, over tokens and layers; 1e-3 is usual
+    config.loss.mtp_weight = 0.0  # of the loss of one more layer, for the token after the next; 0.1 to 0.3; 0: none
 
     # ---- optimizer: AdamW, global-norm clipping, linear warm-up then cosine -----------------------------------------
     config.optimizer = ConfigDict()
@@ -107,11 +125,19 @@ def get_config() -> ConfigDict:
     config.eval.batches = 8  # global batches of held-out documents; -1: all
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 500  # also after the last step and when a signal stops the run
+    config.checkpoint.every_minutes = 0.0  # also so long after the last, looked at on logged steps; 0: by steps only
     config.checkpoint.keep_last = 3
+    config.checkpoint.directory = ""  # "": WORKDIR/checkpoints; gs://... where the workers of a single controller write
     config.checkpoint.keep_every = 0  # keep those of every so many steps for ever; 0: none
     config.elastic = ConfigDict()  # controller "single", slices along mesh.data: what a lost slice does
     config.elastic.min_slices = 0  # go on from the newest checkpoint while this many slices are left; 0: stop
     config.elastic.max_losses = 3  # of slices in one run, then it stops
+    # Seconds after which a process gives up, so that the launcher starts the job again.
+    config.limits = ConfigDict()
+    config.limits.join = 900.0  # until all processes are there
+    config.limits.step = 1800.0  # for one step, or one batch of the held-out loss
+    config.limits.slow = 7200.0  # for anything that may be slow: data, restoring, compiling, the first step, a save
+    config.limits.peer = 40.0  # without a sign of life from another process
     config.log = ConfigDict()
     config.log.every_steps = 10
     config.log.tensorboard = True

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from app.cluster import sharding
 from app.config import ModelConfig
@@ -75,6 +76,7 @@ class GdnMixer(nnx.Module):
             segment_ids=segment_ids_BT,
             axis_name=self.runtime.time_axis,
             chunk_size=self.runtime.gdn_chunk,
+            kernel=self.runtime.gdn_kernel,
         )
         z_BTHV = jnp.einsum("btd,dhv->bthv", x_BTD, layers.gathered(self.z_proj, self.runtime))
         return self._output(out_BTHV, z_BTHV)
@@ -90,7 +92,8 @@ class GdnMixer(nnx.Module):
             causal_conv(flat_BTX, kernel_WX, segment_ids=segment_ids_BT, axis_name=self.runtime.time_axis)
         )
         key_size = kernels[0].shape[-1]
-        flat = jnp.split(mixed_BTX, (key_size, 2 * key_size), axis=-1)
+        # libtpu 0.0.50 aborts where it fuses the pads that are the split's backward with the reshape to heads.
+        flat = lax.optimization_barrier(jnp.split(mixed_BTX, (key_size, 2 * key_size), axis=-1))
         return [one.reshape(part.shape) for one, part in zip(flat, parts, strict=True)]
 
     def _gates(self, x_BTD, segment_ids_BT):

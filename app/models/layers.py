@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from app.cluster import sharding
-from app.ops import attention
+from app.ops import attention, gdn
 from app.ops.affine_scan import SequenceAxis
+from app.ops.experts import Exchange
+from app.ops.grouped_matmul import KernelName
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
@@ -36,13 +38,26 @@ class Runtime:
     precision: Precision = Precision()
     remat: str = "none"
     gdn_chunk: int = 64
+    gdn_kernel: gdn.KernelName = "xla"
     attention_block: int = 512
     attention_kernel: attention.KernelName = "xla"
+    expert_kernel: KernelName = "xla"
+    expert_capacity: float = 1.25
+    expert_rounds: int = 0
+    mtp: bool = False  # whether the model has the layer of multi-token prediction
 
     @property
     def time_axis(self) -> SequenceAxis | None:
         """The sequence axis of the recurrence and the convolution; None where time is not sharded."""
         return SequenceAxis(self.rules.time, slices=self.sequence_slices) if self.rules.time else None
+
+    @property
+    def expert_exchange(self) -> Exchange:
+        """How tokens get to their experts; without an axis where the experts are not sharded."""
+        if not self.rules.experts:
+            return Exchange()
+        together = self.rules.batch + self.rules.time
+        return Exchange(self.rules.experts[0], together, self.expert_capacity, self.expert_rounds)
 
 
 @functools.cache

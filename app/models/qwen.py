@@ -11,10 +11,12 @@ from flax import nnx
 from jax import lax
 
 from app.cluster import sharding
-from app.config import ModelConfig
+from app.config import LayerKind, ModelConfig
 from app.models import layers
 from app.models.attn_mixer import AttentionInputs, AttnMixer, attention_inputs
 from app.models.gdn_mixer import GdnMixer
+from app.models.moe import MoE, Routing
+from app.models.mtp import Mtp
 from app.ops import attention, gdn
 
 # What a layer keeps for its backward, by the name in the config. "exchanges" keeps the small results that came out of
@@ -36,26 +38,36 @@ def rematerialised(apply: Callable, remat: str) -> Callable:
 
 
 class Block(nnx.Module):
-    """One pre-norm layer: h + mixer(norm(h)), then h + mlp(norm(h)). [B,T,D] -> [B,T,D]."""
+    """One pre-norm layer: h + mixer(norm(h)), then h + mlp(norm(h)). [B,T,D] -> [B,T,D], Routing (None: no experts)."""
 
-    def __init__(self, kind: str, config: ModelConfig, runtime: layers.Runtime):
+    def __init__(self, kind: LayerKind, config: ModelConfig, runtime: layers.Runtime):
         mixers: dict[str, type[GdnMixer] | type[AttnMixer]] = {
             "linear_attention": GdnMixer,
             "full_attention": AttnMixer,
         }
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = layers.RMSNorm(D, eps, runtime)
-        self.mixer = mixers[kind](config, runtime)
+        mixer, mlp = kind
+        self.mixer = mixers[mixer](config, runtime)
         self.post_norm = layers.RMSNorm(D, eps, runtime)
-        self.mlp = layers.MLP(D, config.intermediate_size, layers.normal(config.initializer_range), runtime)
+        if mlp == "moe":
+            self.mlp = MoE(config, runtime)
+        else:
+            self.mlp = layers.MLP(D, config.intermediate_size, layers.normal(config.initializer_range), runtime)
 
-    def __call__(self, h_BTD: jax.Array, segment_ids_BT: jax.Array, inputs: AttentionInputs) -> jax.Array:
+    def __call__(
+        self, h_BTD: jax.Array, segment_ids_BT: jax.Array, inputs: AttentionInputs
+    ) -> tuple[jax.Array, Routing | None]:
         x_BTD = self.input_norm(h_BTD)
         if isinstance(self.mixer, AttnMixer):
             h_BTD = h_BTD + self.mixer(x_BTD, inputs)
         else:
             h_BTD = h_BTD + self.mixer(x_BTD, segment_ids_BT)
-        return h_BTD + self.mlp(self.post_norm(h_BTD))
+        x_BTD = self.post_norm(h_BTD)
+        if isinstance(self.mlp, MoE):
+            mixed_BTD, routing = self.mlp(x_BTD, segment_ids_BT)
+            return h_BTD + mixed_BTD, routing
+        return h_BTD + self.mlp(x_BTD), None
 
 
 class Group(nnx.Module):
@@ -65,15 +77,19 @@ class Group(nnx.Module):
         self.runtime = runtime
         self.blocks = nnx.List([Block(kind, config, runtime) for kind in config.layer_pattern])
 
-    def __call__(self, h_BTD: jax.Array, segment_ids_BT: jax.Array, inputs: AttentionInputs) -> jax.Array:
+    def __call__(
+        self, h_BTD: jax.Array, segment_ids_BT: jax.Array, inputs: AttentionInputs
+    ) -> tuple[jax.Array, list[Routing | None]]:
+        routings = []
         for block in self.blocks:
             graphdef, state = nnx.split(block)
 
             def apply(state, h_BTD, segment_ids_BT, inputs, graphdef=graphdef):
                 return nnx.merge(graphdef, state)(h_BTD, segment_ids_BT, inputs)
 
-            h_BTD = rematerialised(apply, self.runtime.remat)(state, h_BTD, segment_ids_BT, inputs)
-        return h_BTD
+            h_BTD, routing = rematerialised(apply, self.runtime.remat)(state, h_BTD, segment_ids_BT, inputs)
+            routings.append(routing)
+        return h_BTD, routings
 
 
 class Qwen(nnx.Module):
@@ -98,6 +114,9 @@ class Qwen(nnx.Module):
         self.final_norm = layers.RMSNorm(D, config.rms_norm_eps, runtime)
         if not config.tie_word_embeddings:
             self.lm_head = layers.make_param((D, V), ("width", "vocab"), init, dtype)
+        if runtime.mtp:
+            kind = ("full_attention", "moe" if config.num_experts else "dense")
+            self.mtp = Mtp(Block(kind, config, runtime), config, runtime)
 
     def __call__(
         self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
@@ -112,6 +131,12 @@ class Qwen(nnx.Module):
 
     def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
         """[B,T,D] after the final norm, in the compute dtype."""
+        return self.hidden_and_routing(tokens_BT, positions_BT, segment_ids_BT)[0]
+
+    def hidden_and_routing(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
+    ) -> tuple[jax.Array, list[Routing]]:
+        """`hidden`, and for each place of the pattern that has experts the Routing of its layers, stacked by group."""
         inputs = attention_inputs(self.config, self.runtime, positions_BT, segment_ids_BT)
         graphdef, stacked = nnx.split(self.groups)
 
@@ -119,10 +144,25 @@ class Qwen(nnx.Module):
             # Tied to the stream on purpose. Differentiating a scan evaluates ahead, and keeps, whatever follows from
             # its constants alone: of attention that is the mask of every pair of tiles, tokens x tokens numbers.
             tied = lax.optimization_barrier((lax.stop_gradient(h_BTD), segment_ids_BT, inputs))
-            return nnx.merge(graphdef, state)(h_BTD, *tied[1:]), None
+            return nnx.merge(graphdef, state)(h_BTD, *tied[1:])
 
-        h_BTD, _ = lax.scan(one_group, self._embedded(tokens_BT), stacked)
-        return self.final_norm(h_BTD)
+        h_BTD, routings = lax.scan(one_group, self._embedded(tokens_BT), stacked)
+        return self.final_norm(h_BTD), [routing for routing in routings if routing is not None]
+
+    def second_hidden(
+        self, hidden_BTD: jax.Array, next_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
+    ) -> tuple[jax.Array, list[Routing]]:
+        """Like `hidden_and_routing`, for the token after the next: from `hidden` and the next tokens."""
+        inputs = attention_inputs(self.config, self.runtime, positions_BT, segment_ids_BT)
+        graphdef, state = nnx.split(self.mtp)
+
+        def apply(state, hidden_BTD, next_BTD, segment_ids_BT, inputs):
+            return nnx.merge(graphdef, state)(hidden_BTD, next_BTD, segment_ids_BT, inputs)
+
+        out_BTD, routing = rematerialised(apply, self.runtime.remat)(
+            state, hidden_BTD, self._embedded(next_BT), segment_ids_BT, inputs
+        )
+        return out_BTD, [jax.tree.map(lambda x: x[None], routing)] if routing is not None else []
 
     def head(self) -> jax.Array:
         """The output projection [D, V / tensor] in the compute dtype, whole in its width."""

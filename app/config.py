@@ -16,7 +16,10 @@ from typing import Any
 from ml_collections import config_dict
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
-Value = int | float | bool | str
+Value = int | float | bool | str | tuple[int, ...]
+
+
+LayerKind = tuple[str, str]  # ("linear_attention" | "full_attention", "dense" | "moe")
 
 
 class ConfigError(ValueError):
@@ -51,11 +54,35 @@ class ModelConfig:
     initializer_range: float
     tie_word_embeddings: bool
     max_position_embeddings: int
+    # A dense model made in code does not name what it has none of. (Config files name every key.)
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    router_aux_loss_coef: float = 0.0
 
     @property
-    def layer_pattern(self) -> tuple[str, ...]:
-        """Kinds of the layers of one period, which repeats up to num_hidden_layers."""
-        return ("linear_attention",) * (self.full_attention_interval - 1) + ("full_attention",)
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kinds of every layer: full attention ends each interval; experts in every decoder_sparse_step-th layer
+        that is not one of mlp_only_layers."""
+        step, interval = self.decoder_sparse_step, self.full_attention_interval
+        return tuple(
+            (
+                "linear_attention" if (n + 1) % interval else "full_attention",
+                "dense" if not self.num_experts or n in self.mlp_only_layers or (n + 1) % step else "moe",
+            )
+            for n in range(self.num_hidden_layers)
+        )
+
+    @property
+    def layer_pattern(self) -> tuple[LayerKind, ...]:
+        """The smallest period of `layers` that they consist of: (kind of mixer, kind of mlp) of each of its layers."""
+        kinds = self.layers
+        periods = (n for n in range(1, len(kinds)) if len(kinds) % n == 0 and kinds[:n] * (len(kinds) // n) == kinds)
+        return kinds[: next(periods, len(kinds))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +137,23 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class OpsConfig:
     gdn_chunk: int
+    gdn_kernel: str
     attention_block: int
     attention_kernel: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    capacity: float
+    max_rounds: int
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     chunk: int
     z_weight: float
+    router_z_weight: float
+    mtp_weight: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +191,26 @@ class EvalConfig:
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int
+    every_minutes: float
     keep_last: int
     keep_every: int
+    directory: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class ElasticConfig:
     min_slices: int
     max_losses: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitsConfig:
+    """Seconds."""
+
+    join: float
+    step: float
+    slow: float
+    peer: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,15 +230,19 @@ class Config:
     remat: str
     nonfinite_limit: int
     self_check: bool
+    init_from: str
+    compile_cache: str
     model: ModelConfig
     dtypes: DtypesConfig
     mesh: MeshConfig
     ops: OpsConfig
+    experts: ExpertsConfig
     loss: LossConfig
     optimizer: OptimizerConfig
     data: DataConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
+    limits: LimitsConfig
     elastic: ElasticConfig
     log: LogConfig
 
@@ -203,7 +255,7 @@ class Config:
 
 
 def key_types() -> dict[str, type]:
-    """Every key, dotted, in the order of the dataclasses, with its type: int, float, bool or str."""
+    """Every key, dotted, in the order of the dataclasses, with its type: int, float, bool, str or tuple (of ints)."""
     return dict(_key_types(Config, ""))
 
 
@@ -218,9 +270,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(dotted key, value in a, value in b) of every key in which two resolved configs (`to_dict`) differ.
 
-    None stands for a key that a side lacks (written by another version); no key has the value None.
+    None stands for a key that a side lacks (written by another version); no key has the value None. A list is the
+    tuple that json made it of.
     """
-    flat_a, flat_b = flatten(a), flatten(b)
+    flat_a, flat_b = (
+        {key: tuple(value) if isinstance(value, list) else value for key, value in flatten(tree).items()}
+        for tree in (a, b)
+    )
     keys = [*flat_a, *(key for key in flat_b if key not in flat_a)]
     return [(key, flat_a.get(key), flat_b.get(key)) for key in keys if flat_a.get(key) != flat_b.get(key)]
 
@@ -315,7 +371,7 @@ def _key_types(cls: type, prefix: str) -> Iterator[tuple[str, type]]:
         if dataclasses.is_dataclass(kind):
             yield from _key_types(typing.cast(type, kind), f"{prefix}{name}.")
         else:
-            yield prefix + name, kind
+            yield prefix + name, typing.get_origin(kind) or kind
 
 
 def _build(cls: type, tree: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
@@ -334,7 +390,13 @@ def _build(cls: type, tree: Mapping[str, Any], prefix: str, problems: list[str])
             values[name] = _build(typing.cast(type, kind), value, f"{prefix}{name}.", problems)
         elif not section and (type(value) is kind or (kind is float and type(value) is int)):
             values[name] = kind(value)
+        elif typing.get_origin(kind) is tuple and isinstance(value, list | tuple) and {type(x) for x in value} <= {int}:
+            values[name] = tuple(value)
         else:
-            expected = "a section of keys" if section else f"type {kind.__name__}"
+            expected = "a section of keys" if section else f"type {_type_name(kind)}"
             problems.append(f"{prefix}{name}={value!r} has type {type(value).__name__}, expected {expected}")
     return cls(**values) if len(problems) == before else None
+
+
+def _type_name(kind: Any) -> str:
+    return "tuple of integers" if typing.get_origin(kind) is tuple else kind.__name__

@@ -12,6 +12,7 @@ CHOICES = {
     "controller": ("multi", "single"),
     "remat": ("full", "exchanges", "none"),
     "ops.attention_kernel": ("auto", "xla", "pallas"),
+    "ops.gdn_kernel": ("auto", "xla", "pallas"),
     "data.documents": ("separate", "joined"),
     "dtypes.compute": ("float32", "bfloat16"),
     "dtypes.params": ("float32", "bfloat16"),
@@ -20,11 +21,13 @@ CHOICES = {
 }
 MINIMUM = {
     "steps": 1, "seq_len": 1, "global_batch": 1, "accumulation": 1, "seed": 0, "nonfinite_limit": 1,
-    "model.vocab_size": 1, "model.hidden_size": 1, "model.intermediate_size": 1, "model.num_hidden_layers": 1,
+    "model.vocab_size": 1, "model.hidden_size": 1, "model.intermediate_size": 0, "model.num_hidden_layers": 1,
     "model.full_attention_interval": 1, "model.num_attention_heads": 1, "model.num_key_value_heads": 1,
     "model.head_dim": 1, "model.linear_num_key_heads": 1, "model.linear_num_value_heads": 1,
     "model.linear_key_head_dim": 1, "model.linear_value_head_dim": 1, "model.linear_conv_kernel_dim": 1,
-    "model.max_position_embeddings": 1,
+    "model.max_position_embeddings": 1, "model.num_experts": 0, "model.num_experts_per_tok": 0,
+    "model.moe_intermediate_size": 0, "model.shared_expert_intermediate_size": 0, "model.decoder_sparse_step": 1,
+    "experts.max_rounds": 0,
     "mesh.cpu_devices": 0, "ops.gdn_chunk": 1, "ops.attention_block": 1, "loss.chunk": 1,
     "optimizer.warmup_steps": 0, "data.workers": 0, "data.prefetch": 0,
     "eval.every_steps": 0, "checkpoint.every_steps": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 0,
@@ -32,9 +35,13 @@ MINIMUM = {
 }  # fmt: skip
 POSITIVE = (
     "model.rope_theta", "model.rms_norm_eps", "model.initializer_range", "model.partial_rotary_factor",
-    "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
+    "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm", "experts.capacity",
+    "limits.join", "limits.step", "limits.slow", "limits.peer",
 )  # fmt: skip
-NOT_NEGATIVE = ("loss.z_weight", "optimizer.final_learning_rate", "optimizer.weight_decay")
+NOT_NEGATIVE = (
+    "loss.z_weight", "loss.router_z_weight", "loss.mtp_weight", "model.router_aux_loss_coef",
+    "optimizer.final_learning_rate", "optimizer.weight_decay", "checkpoint.every_minutes",
+)  # fmt: skip
 MAX_SEED = 2**32 - 1
 # Positions are int32; rope multiplies them in float32, which holds every integer up to here.
 MAX_SEQ_LEN = 2**24
@@ -152,14 +159,42 @@ def _model(config: Config, sizes: Sizes) -> Problems:
             f"model.head_dim={model.head_dim} x model.partial_rotary_factor={model.partial_rotary_factor} makes "
             f"{rotary} rotary dims: must be an even number, at least 2 and at most head_dim; change one of them"
         )
-    if sizes["expert"] > 1:
-        yield f"mesh.expert={sizes['expert']}: the model has no experts to shard (it is dense); use mesh.expert=1"
     needed = _tokenizer_vocabulary(config.data.tokenizer)
     if needed is not None and 0 < model.vocab_size < needed:
         yield (
             f"model.vocab_size={model.vocab_size} is smaller than the {needed} ids of "
             f"data.tokenizer={config.data.tokenizer!r}: raise it, or name another tokenizer"
         )
+
+
+def _experts(config: Config, sizes: Sizes) -> Problems:
+    """Which layers have experts, how many work on a token, and how they are shared out."""
+    model, ranks = config.model, sizes["expert"]
+    if outside := [n for n in model.mlp_only_layers if not 0 <= n < model.num_hidden_layers]:
+        yield (
+            f"model.mlp_only_layers={model.mlp_only_layers}: there are no layers {outside}; use numbers from 0 to "
+            f"model.num_hidden_layers - 1 = {model.num_hidden_layers - 1}"
+        )
+    if model.num_experts < 1:
+        if ranks > 1:
+            yield f"mesh.expert={ranks}: the model has no experts to shard (it is dense); use mesh.expert=1"
+    else:
+        if not 0 < model.num_experts_per_tok <= model.num_experts:
+            yield (
+                f"model.num_experts_per_tok={model.num_experts_per_tok} of model.num_experts={model.num_experts}: must "
+                "be at least 1 and at most all of them"
+            )
+        for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+            if getattr(model, name) == 0:
+                yield f"model.{name}=0 with model.num_experts={model.num_experts}: give the experts a size"
+        if not _divides(ranks, model.num_experts):
+            yield (
+                f"model.num_experts={model.num_experts} does not divide over mesh.expert={ranks}: use a mesh.expert "
+                f"that divides {model.num_experts}, and mesh.context for the other devices"
+            )
+    periods = min(model.decoder_sparse_step, model.full_attention_interval)
+    if model.intermediate_size == 0 and periods > 0 and any(mlp == "dense" for _, mlp in model.layers):
+        yield "model.intermediate_size=0, but there are layers with an MLP (see model.num_experts): give it a size"
 
 
 def _tokenizer_vocabulary(spec: str) -> int | None:
@@ -175,7 +210,7 @@ def _sharding(config: Config, sizes: Sizes) -> Problems:
     model = config.model
     for name in (
         "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads",
-        "intermediate_size", "vocab_size",
+        "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size",
     ):  # fmt: skip
         size = getattr(model, name)
         if not _divides(sizes["tensor"], size):
@@ -254,20 +289,25 @@ def _run(config: Config, sizes: Sizes) -> Problems:
 
 
 def _elastic(config: Config, sizes: Sizes) -> Problems:
-    """Going on with fewer slices: the rows of the lost ones go to the others."""
+    """One controller, and going on with fewer slices: the rows of the lost ones go to the others."""
     least, dcn = config.elastic.min_slices, config.mesh.dcn
+    if config.mesh.cpu_devices and config.controller == "single":
+        yield (
+            f"mesh.cpu_devices={config.mesh.cpu_devices} with controller='single', which takes the devices of the "
+            "Pathways proxy: use mesh.cpu_devices=0, or controller='multi'"
+        )
     if least and config.controller != "single":
         yield (
-            f"elastic.min_slices={least} with controller={config.controller!r}: only a single controller outlives a lost "
-            "slice; use controller='single', or elastic.min_slices=0 (the launcher starts the whole job again)"
+            f"elastic.min_slices={least} with controller={config.controller!r}: only a single controller outlives "
+            "a lost slice; use controller='single', or elastic.min_slices=0 (the launcher starts the job again)"
         )
     if least > dcn.num_slices:
         yield f"elastic.min_slices={least} is more than the {dcn.num_slices} slices of mesh.dcn.*: use at most as many"
     if least and dcn.data != dcn.num_slices:
         yield (
-            f"elastic.min_slices={least} with mesh.dcn.data={dcn.data} of {dcn.num_slices} slices: a lost slice must take "
-            "copies along, not parts; lay all slices along mesh.dcn.data"
+            f"elastic.min_slices={least} with mesh.dcn.data={dcn.data} of {dcn.num_slices} slices: a lost slice "
+            "must take copies along, not parts; lay all slices along mesh.dcn.data"
         )
 
 
-RULES: tuple[Callable[[Config, Sizes], Problems], ...] = (_model, _sharding, _sequence, _run, _elastic)
+RULES: tuple[Callable[[Config, Sizes], Problems], ...] = (_model, _experts, _sharding, _sequence, _run, _elastic)

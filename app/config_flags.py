@@ -22,7 +22,9 @@ from app.config import Config, ConfigError, Value, did_you_mean, from_config_dic
 from app.config_check import validate
 
 KEY = "config."  # what the name of a key's flag starts with
-_EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+_EXPECTED = {
+    int: "an integer", float: "a number", bool: "true or false", str: "text", tuple: "integers with commas between",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,8 @@ def _parse(name: str, text: str, kind: type, values: dict[str, Value], problems:
     try:
         if kind is bool:
             values[name] = {"true": True, "false": False}[text.lower()]
+        elif kind is tuple:
+            values[name] = tuple(int(part) for part in text.split(",")) if text else ()
         elif text or name.startswith(KEY):
             values[name] = kind(text)
         else:

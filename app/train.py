@@ -1,27 +1,38 @@
 """The main program: python -m app.train --config=configs/demo.py --workdir=DIR [--config.x.y=v ...]
 
-Read `train` from top to bottom: devices, data, program, state, loop. Running again with the same workdir resumes.
-Exit status: 0 finished, 1 a bug, 2 bad config or input, 3 non-finite training, 42 stopped by a signal after a
-checkpoint was saved.
+Read `train` from top to bottom: mesh, data, checkpoint, program, state, loop. Running again with the same workdir
+resumes. Exit status: 0 finished, 1 a bug, 2 bad config or input, 3 non-finite training, 42 stopped by a signal after a
+checkpoint was saved; 128-255 worth another start: 200 a process was lost, 201 something took too long, 202 an error of
+a device, 203 of the storage (or the number of the signal that killed it, +128).
 """
 
+import contextlib
 import functools
+import os
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.cluster import hardware, runtime
-from app.config import Config, ConfigError, diff
+from app.config import Config, ConfigError, diff, flatten
 from app.config_flags import load_config
 
-EXIT_BAD_CONFIG, EXIT_NONFINITE, EXIT_STOPPED = 2, 3, 42
+if TYPE_CHECKING:
+    import jax
+
+    from app.cluster.watch import Watch
+
 # What a checkpoint is of: another value of one of these keys would continue a different run.
 RUN_IDENTITY = (
     "model.", "seq_len", "global_batch", "seed", "data.documents", "data.weights", "data.whole_documents",
     "data.holdout", "dtypes.params", "optimizer.moment_dtype",
 )  # fmt: skip
+
+# Keys of the model that say nothing about what its weights compute, or no more than their shapes do.
+NOT_OF_WEIGHTS = ("initializer_range", "max_position_embeddings", "router_aux_loss_coef", "intermediate_size")
 
 
 class NonFiniteTraining(Exception):
@@ -29,47 +40,99 @@ class NonFiniteTraining(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    from data.manifest import DataError
-
+    """Train as the command line says; returns the exit status. What went wrong stands on stderr."""
     try:
         config, flags = load_config(sys.argv[1:] if argv is None else argv)
-        return train(config, flags)
-    except (ConfigError, DataError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_CONFIG
-    except NonFiniteTraining as error:
-        print(error, file=sys.stderr)
-        return EXIT_NONFINITE
+        return run(config, flags)
+    except Exception as error:
+        return failure(error)
 
 
-def train(config: Config, flags: Any) -> int:
-    """Run or continue one training job; returns the exit status."""
-    # ---- devices ----------------------------------------------------------------------------------------------------
-    runtime.initialise(config.mesh, flags)
+def failure(error: Exception) -> int:
+    """Say what went wrong, and which exit status that is."""
+    from jax.errors import JaxRuntimeError
+
+    from app.training.checkpoint import StorageError
+    from data.manifest import DataError
+
+    statuses: dict[type[Exception], int] = {
+        ConfigError: runtime.EXIT_CONFIG,
+        DataError: runtime.EXIT_CONFIG,
+        NonFiniteTraining: runtime.EXIT_NONFINITE,
+        JaxRuntimeError: runtime.EXIT_DEVICE,
+        StorageError: runtime.EXIT_STORAGE,
+        OSError: runtime.EXIT_STORAGE,
+    }
+    for kind, status in statuses.items():
+        if isinstance(error, kind):
+            named = "" if status < 128 else f"{type(error).__name__}: "
+            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk: the status is what counts
+                print(f"{named}{error}", file=sys.stderr)
+            return status
+    traceback.print_exception(error)
+    return 1
+
+
+def run(config: Config, flags: Any) -> int:
+    """Join the other processes, and train on the devices that there are."""
+    workdir = Path(flags.workdir)
+    check_writable(workdir)
+    runtime.initialise(
+        config.mesh, config.controller, flags, join_seconds=config.limits.join, peer_seconds=config.limits.peer
+    )
     stop = runtime.StopSignal()
     import jax  # only now: what devices there are is settled when jax first looks
 
+    from app.cluster import pathways, peers
+    from app.cluster.watch import Watch
+    from app.training.checkpoint import StorageError
+
+    if config.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+    watch = Watch(config.limits)
+    try:
+        keys = {f"config.{key}": value for key, value in flatten(config.to_dict()).items()}
+        peers.require_same(keys | peers.versions() | {"--workdir": flags.workdir})
+        if config.elastic.min_slices:
+            on_slices = functools.partial(train, workdir=workdir, stop=stop, watch=watch)
+            status = pathways.train_elastic(on_slices, config)
+        else:
+            status = train(config, jax.devices(), workdir=workdir, stop=stop, watch=watch)
+    except (jax.errors.JaxRuntimeError, StorageError) as error:
+        if isinstance(error.__cause__ or error, jax.errors.JaxRuntimeError):
+            watch.wait_for_verdict()
+        raise
+    watch.close()
+    return status
+
+
+def train(
+    config: Config, devices: Sequence["jax.Device"], *, workdir: Path, stop: runtime.StopSignal, watch: "Watch"
+) -> int:
+    """Run or continue one training job on `devices`; returns the exit status."""
+    import jax
+
     from app.cluster import mesh as meshes
+    from app.cluster import peers
     from app.models import params as model_params
-    from app.training import flops
-    from app.training.checkpoint import Checkpoints
+    from app.training import checkpoint, flops
     from app.training.metrics import MetricsLog, Progress, StepTimer
     from app.training.step import Program
     from data import pipeline
 
-    devices = jax.devices()
+    # ---- mesh -------------------------------------------------------------------------------------------------------
     slices = config.mesh.dcn.num_slices
     slice_of = meshes.equal_slices(devices, slices) if config.mesh.cpu_devices else meshes.device_slice
     mesh = meshes.build_mesh(config.mesh, devices, slice_of=slice_of)
     meshes.check_sequence_order(mesh, slice_of=slice_of)
-    leader = jax.process_index() == 0
+    leader = peers.index() == 0
     say = print if leader else lambda _: None
     say(f"devices: {len(devices)} x {devices[0].device_kind}, mesh {dict(mesh.shape)}")
     if (neighbours := meshes.sequence_neighbours_report(mesh, slice_of=slice_of)) is not None:
         say(str(neighbours))
 
     # ---- data -------------------------------------------------------------------------------------------------------
-    workdir = Path(flags.workdir)
+    watch.doing("opening the data", slow=True)
     directory = prepared_data(config, workdir)
     open_stream = functools.partial(
         pipeline.open_stream, config.data, directory, seq_len=config.seq_len, global_batch=config.global_batch,
@@ -77,31 +140,45 @@ def train(config: Config, flags: Any) -> int:
     training = open_stream(split="train")
     heldout = open_stream(split="heldout") if config.data.holdout else None
     check_vocabulary(training.vocab_size, config.model.vocab_size)
+    facts = {"config": config.to_dict(), "data": training.fingerprint}
+    peers.require_same({"data": training.fingerprint})
+
+    # ---- checkpoint: the newest that is whole -----------------------------------------------------------------------
+    watch.doing("looking for a checkpoint and checking its files", slow=True)
+    checkpoints = checkpoint.Checkpoints(workdir, config.checkpoint)
+    first = checkpoints.latest(say) or 0
+    if first:
+        check_same_run(checkpoints.facts(first), facts, first)
+    if first >= config.steps:
+        say(f"nothing to do: {workdir} is at step {first} and steps={config.steps}; raise steps to go on")
+        return runtime.EXIT_DONE
 
     # ---- program: shapes and shardings only, nothing is allocated yet -----------------------------------------------
     program = Program(config, mesh)
-    say(f"model: {model_params.count(program.specs):,} parameters; attention kernel {program.runtime.attention_kernel}")
+    kernels = f"kernels: attention {program.runtime.attention_kernel}, gated delta rule {program.runtime.gdn_kernel}"
+    say(f"model: {model_params.count(program.specs):,} parameters; {kernels}")
+    watch.doing("compiling", slow=True)
     if config.self_check and mesh.shape["context"] * mesh.shape["expert"] > 1:
         program.check_sequence()
     read = functools.partial(
         pipeline.batches, sharding=program.batch_sharding, workers=config.data.workers, prefetch=config.data.prefetch
     )
 
-    # ---- state: the newest checkpoint, or fresh parameters ----------------------------------------------------------
-    checkpoints = Checkpoints(workdir, config.checkpoint)
-    facts = {"config": config.to_dict(), "data": training.fingerprint}
-    first = checkpoints.latest() or 0
+    # ---- state ------------------------------------------------------------------------------------------------------
+    watch.doing("restoring the state", slow=True)
     if first:
-        check_same_run(checkpoints.facts(first), facts, first)
-        if first >= config.steps:
-            say(f"nothing to do: {workdir} is at step {first} and steps={config.steps}; raise steps to go on")
-            return 0
         state = checkpoints.restore(first, program.state)
         say(f"resumed from step {first}")
+    elif config.init_from:
+        weights = checkpoint.restore_weights(config.init_from, program.state.params)
+        check_same_model(checkpoint.read_facts(config.init_from), facts, config.init_from)
+        state = program.init(weights)
+        say(f"step 0 with the weights of {config.init_from}")
     else:
         state = program.init()
 
     # ---- compile ----------------------------------------------------------------------------------------------------
+    watch.doing("compiling", slow=True)
     started = time.perf_counter()
     train_step = program.train_step.lower(program.state, program.batch).compile()
     say(f"compiled in {time.perf_counter() - started:.1f} s")
@@ -111,7 +188,6 @@ def train(config: Config, flags: Any) -> int:
 
     # ---- loop -------------------------------------------------------------------------------------------------------
     if leader:
-        workdir.mkdir(parents=True, exist_ok=True)
         (workdir / "config.json").write_text(config.to_json())
     log = MetricsLog(workdir, first_step=first, tensorboard=config.log.tensorboard) if leader else None
     progress = Progress(first_step=first, steps=config.steps) if leader else None
@@ -132,8 +208,12 @@ def train(config: Config, flags: Any) -> int:
         assert total is not None  # the held-out order ends
         stop_step = total if config.eval.batches < 0 else min(config.eval.batches, total)
         for batch in read(heldout, start_step=0, stop_step=stop_step):
+            if stop.requested():
+                tell(f"step {step}: the held-out loss is left out, to stop soon")
+                return {}
             sums = jax.device_get(program.eval_step(state.params, batch))
             entropy, tokens = entropy + float(sums["entropy"]), tokens + float(sums["loss_tokens"])
+            watch.doing(f"the held-out loss after step {step}")
         tell(f"step {step}: held-out loss {entropy / tokens:.4f} nats a token over {tokens:,.0f} tokens")
         return {"heldout_loss": entropy / tokens, "heldout_tokens": tokens}
 
@@ -141,6 +221,7 @@ def train(config: Config, flags: Any) -> int:
         """Read a finished step's numbers from the devices; log them if the step is a logged one."""
         numbers = {name: value.item() for name, value in jax.device_get(dict(metrics)).items()}
         timer.step_done()
+        watch.step_done(step)
         in_a_row = numbers["nonfinite_steps"]
         if in_a_row:
             tell(f"step {step}: loss {numbers['loss']} or gradient norm {numbers['grad_norm']} is not finite; "
@@ -160,49 +241,63 @@ def train(config: Config, flags: Any) -> int:
             )
 
     unread = None  # the numbers of a step are read while the next one runs, so the devices never wait for the host
+    watch.doing("the first step", slow=True)
     try:
         for step, batch in enumerate(read(training, start_step=first, stop_step=config.steps), start=first + 1):
             timer.start()
             state, metrics = train_step(state, batch)
             if unread is not None:
                 report(*unread)
+                watch.doing(f"step {step}")
             unread = step, metrics, {}
             last = step == config.steps
-            stopping = stop.requested(step)  # every process asks at every step
             if last or (config.eval.every_steps and step % config.eval.every_steps == 0):
                 jax.block_until_ready(metrics)
-                with timer.paused():
+                with timer.paused(), watch.slow(f"the held-out loss after step {step}"):
                     unread = step, metrics, evaluate(step)
-            if last or stopping or step % config.checkpoint.every_steps == 0:
+            checkpoints.check()
+            stopping = stop.requested()  # every process asks at every step
+            if last or stopping or checkpoints.due(step, look=step % config.log.every_steps == 0):
                 report(*unread)
                 unread = None
-                with timer.paused():
+                with timer.paused(), watch.slow(f"saving step {step}"):
                     checkpoints.save(step, state, facts)
             if stopping and not last:
-                checkpoints.wait()
+                watch.doing(f"saving step {step}", slow=True)
+                checkpoints.close()
                 tell(f"stopped by {stop.name} at step {step}; its checkpoint is saved")
-                return EXIT_STOPPED
-        return 0
+                return runtime.EXIT_STOPPED
+        watch.doing("saving the last step", slow=True)
+        checkpoints.close()
+        return runtime.EXIT_DONE
     finally:
         if log is not None and progress is not None:
             log.close()
             progress.close()
-        checkpoints.close()
+
+
+def check_writable(workdir: Path) -> None:
+    """Raises ConfigError if nothing can be written to `workdir`, which is made if it is not there."""
+    probe = workdir / f"writable.{os.getpid()}"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe.write_text("x")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--workdir={workdir} cannot be written to: {error.strerror} ({error.filename})") from error
 
 
 def prepared_data(config: Config, workdir: Path) -> Path:
     """The directory of prepared token shards; the first run prepares `data.source` into it, on one process."""
-    import jax
-    from jax.experimental import multihost_utils
-
+    from app.cluster import peers
     from data import prepare
 
     directory = Path(config.data.path) if config.data.path else workdir / "data"
     if config.data.source:
-        if jax.process_index() == 0 and not prepare.is_prepared(directory):
+        if peers.index() == 0 and not prepare.is_prepared(directory):
             print(f"preparing {config.data.source!r} into {directory}")
             prepare.prepare(config.data.source, directory, tokenizer=config.data.tokenizer)
-        multihost_utils.sync_global_devices("prepared data")
+        peers.exchange("prepared")
     return directory
 
 
@@ -212,6 +307,14 @@ def check_vocabulary(data_size: int, model_size: int) -> None:
             f"model.vocab_size={model_size} is smaller than the tokenizer's {data_size} ids that the data was prepared "
             "with: raise model.vocab_size or prepare the data with another tokenizer"
         )
+
+
+def check_same_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: str) -> None:
+    """Refuse weights of a model whose names and shapes may be the same but whose mathematics is not (rope_theta)."""
+    theirs = saved["model"] if "model" in saved else saved["config"]["model"]
+    changed = [line for line in diff(theirs, wanted["config"]["model"]) if line[0] not in NOT_OF_WEIGHTS]
+    if changed:
+        raise ConfigError(*(f"model.{key}: {path} has {old!r}, this run {new!r}" for key, old, new in changed))
 
 
 def check_same_run(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int) -> None:
@@ -231,4 +334,4 @@ def check_same_run(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runtime.leave(main())

@@ -14,6 +14,13 @@ TINY = {
     "mesh.cpu_devices": 1,
 }  # fmt: skip
 
+# What makes it a mixture of experts, of two layers: each has 16 experts.
+EXPERTS = {
+    "model.num_hidden_layers": 2, "model.full_attention_interval": 2, "model.num_experts": 16,
+    "model.num_experts_per_tok": 3, "model.moe_intermediate_size": 24, "model.shared_expert_intermediate_size": 16,
+    "model.router_aux_loss_coef": 0.02, "loss.router_z_weight": 0.01,
+}  # fmt: skip
+
 
 def tiny_config(**changes) -> app_config.Config:
     """TINY with `changes`, dotted names: tiny_config(**{"mesh.fsdp": 2})."""

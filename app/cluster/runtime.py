@@ -4,13 +4,23 @@ Order in a program: `initialise` first, then `StopSignal()` (joining the other p
 handlers), then everything else. Nothing here imports jax before it must.
 """
 
+import contextlib
 import os
 import signal
+import socket
+import sys
+import threading
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from app.config import ConfigError, MeshConfig
+
+# Exit statuses of a run; 1 is left to a bug's traceback. The launchers start a job again after 42 and 128-255.
+EXIT_DONE, EXIT_CONFIG, EXIT_NONFINITE, EXIT_COMPILER, EXIT_STOPPED = 0, 2, 3, 4, 42
+EXIT_PEER, EXIT_WATCHDOG, EXIT_DEVICE, EXIT_STORAGE = 200, 201, 202, 203
 
 # Variables by which a TPU cluster tells a process of its peers; jax.distributed then finds out the rest by itself.
 _PEER_LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
@@ -23,23 +33,38 @@ PATIENT_COLLECTIVES = (
 class ProcessFlags(Protocol):
     """The command line's part: `--coordinator=HOST:PORT --num_processes=N --process_id=I`, all None when not given."""
 
+    workdir: str
     coordinator: str | None
     num_processes: int | None
     process_id: int | None
 
 
-def initialise(mesh: MeshConfig, flags: ProcessFlags) -> None:
+def initialise(
+    mesh: MeshConfig,
+    controller: str,
+    flags: ProcessFlags,
+    *,
+    join_seconds: float = 900,
+    peer_seconds: float = 40,
+) -> None:
     """Choose the devices and join the other processes, before anything else uses jax.
 
+    controller: "multi", a process per host, or "single", one process that drives all devices through Pathways.
+    join_seconds: the process ends with EXIT_PEER and the names of the missing ones if it has not joined by then.
+    peer_seconds: `app.cluster.watch` names a process that is silent for so long; jax itself only ends this one, later.
     Raises ConfigError naming the setting if it comes too late or is incomplete.
     """
+    from app.cluster import pathways
+
+    if controller == "single":
+        pathways.initialise()
+        return
+    pathways.check_platform(controller, os.environ.get("JAX_PLATFORMS"))
     if mesh.cpu_devices:
         use_cpu_devices(mesh.cpu_devices)
     peers = find_peers(flags, os.environ)
     if peers is not None:
-        import jax
-
-        jax.distributed.initialize(**peers._asdict())
+        _join(peers, Path(flags.workdir) / "joining", join_seconds, peer_seconds)
 
 
 def use_cpu_devices(count: int) -> None:
@@ -97,6 +122,55 @@ def find_peers(flags: ProcessFlags, environ: Mapping[str, str]) -> Peers | None:
     return Peers(coordinator, num_processes, process_id)
 
 
+def _join(peers: Peers, board: Path, join_seconds: float, peer_seconds: float) -> None:
+    """Join the other processes. While a process waits, its file stands in the directory `board`."""
+    import jax
+
+    mine = board / str(peers.process_id)
+    if peers.process_id is not None:
+        board.mkdir(parents=True, exist_ok=True)
+        mine.write_text(socket.gethostname())
+    # jax ends the process by itself when its own limit is over, and does not say who is missing.
+    timer = threading.Timer(join_seconds, _give_up, (peers, board, join_seconds))
+    timer.daemon = True
+    timer.start()
+    jax.distributed.initialize(
+        **peers._asdict(),
+        initialization_timeout=int(join_seconds) + 60,
+        heartbeat_timeout_seconds=int(peer_seconds) + 15,
+    )
+    timer.cancel()
+    mine.unlink(missing_ok=True)
+
+
+def _give_up(peers: Peers, board: Path, join_seconds: float) -> NoReturn:
+    """End the process, naming those that wait and those that do not."""
+    message = f"not all processes have joined at {peers.coordinator_address or 'the coordinator'} within "
+    message += f"{join_seconds:g} s (limits.join)"
+    if peers.num_processes is not None:
+        fresh = [file for file in board.iterdir() if file.stat().st_mtime > time.time() - 2 * join_seconds]
+        there = {int(file.name): file.read_text() for file in fresh}
+        absent = sorted(set(range(peers.num_processes)) - set(there))
+        message += f": {len(there)} of {peers.num_processes} wait, " + ", ".join(
+            f"process {process} (host {host})" for process, host in sorted(there.items())
+        )
+        message += f"; not there: {', '.join(map(str, absent)) or 'none, so some cannot reach the coordinator'}"
+    os.write(2, f"{message}\n".encode())
+    os._exit(EXIT_PEER)
+
+
+def leave(status: int) -> NoReturn:
+    """End the program. At once if the launcher is to start it again, or other processes would be waited for."""
+    import jax
+
+    if status >= EXIT_PEER or (status not in (EXIT_DONE, EXIT_STOPPED) and jax.distributed.is_initialized()):
+        with contextlib.suppress(OSError):  # a full disk must not change the status
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def _number(flag: int | None, environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
     if flag is not None or text is None:
@@ -109,8 +183,8 @@ def _number(flag: int | None, environ: Mapping[str, str], name: str) -> int | No
 class StopSignal:
     """A latch that SIGTERM or SIGINT sets and the training loop polls between steps. Make it in the main thread.
 
-    On its own, a process stops at the next step after the signal. Among several, jax's preemption service owns SIGTERM:
-    a signal to any one of them makes all agree on one step to stop at, so that they save the same checkpoint. SIGINT
+    On its own, a process stops at the next poll after the signal. Among several, jax's preemption service owns SIGTERM:
+    a signal to any one of them makes all agree on one poll to stop at, so that they save the same checkpoint. SIGINT
     is turned into SIGTERM there. A second SIGINT kills the process at once, without a checkpoint.
     """
 
@@ -120,17 +194,19 @@ class StopSignal:
         self.name = "SIGTERM"  # of the signal that was seen
         self._several = jax.distributed.is_initialized()
         self._latched = False
+        self._polls = 0
         if not self._several:
             signal.signal(signal.SIGTERM, self._latch)
         signal.signal(signal.SIGINT, self._interrupt)
 
-    def requested(self, step: int) -> bool:
-        """Whether to save and stop now. Several processes must all ask at every step, with the same steps."""
+    def requested(self) -> bool:
+        """Whether to save and stop now. Several processes must all poll at the same places."""
+        self._polls += 1
         if self._several and not self._latched:
             from jax.experimental import multihost_utils
 
-            # True at exactly one step, hence the latch.
-            self._latched = multihost_utils.reached_preemption_sync_point(step)
+            # True at exactly one poll, hence the latch.
+            self._latched = multihost_utils.reached_preemption_sync_point(self._polls)
         return self._latched
 
     def _latch(self, signum: int, frame: FrameType | None) -> None:

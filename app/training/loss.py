@@ -1,4 +1,4 @@
-"""Cross entropy over the vocabulary without ever holding tokens x vocabulary.
+"""Cross entropy over the vocabulary without ever holding tokens x vocabulary; the routers' losses and statistics.
 
 Letters: N tokens (batch and time flattened), D width, V vocabulary (this rank's part), C tokens a chunk.
 """
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from app.cluster.sharding import MeshAxes
+from app.models.moe import Routing
 
 
 def chunked_cross_entropy(
@@ -38,6 +39,43 @@ def chunked_cross_entropy(
     hidden_NCD, targets_NC, mask_NC = (x.reshape(-1, chunk, *x.shape[1:]) for x in (hidden_ND, targets_N, mask_N))
     loss, entropy = _summed(hidden_NCD, head, targets_NC, mask_NC, z_weight, vocab_axes)
     return loss, lax.stop_gradient(entropy)
+
+
+def router_losses(
+    routings: list[Routing], experts_per_token: int, tokens: jax.Array, data_axes: MeshAxes
+) -> tuple[jax.Array, jax.Array]:
+    """(balance loss, z loss): this rank's share of a micro-batch, float32 scalars that add up to the step's.
+
+    routings: of all layers with experts, stacked by group; tokens: real tokens of the global batch (float32). Pooled
+    over all these layers and the real tokens of all ranks, as published: balance = E x sum over experts of (share of
+    assignments x K) x (mean probability), which is K for a balanced router. The shares, which carry no gradient, are
+    those of the micro-batch: with accumulation the step's loss is the mean of its micro-batches', weighted by tokens.
+    z = mean of logsumexp^2.
+    """
+    layer_tokens = tokens * sum(routing.rounds.shape[0] for routing in routings)
+    assignments_E = lax.psum(sum(jnp.sum(routing.assignments, axis=0) for routing in routings), data_axes)
+    share_E = experts_per_token * assignments_E / jnp.maximum(jnp.sum(assignments_E), 1.0)
+    probability_E = sum(jnp.sum(routing.probability, axis=0) for routing in routings)
+    balance = share_E.size * jnp.sum(lax.stop_gradient(share_E) * probability_E) / layer_tokens
+    return balance, sum(jnp.sum(routing.squared_lse) for routing in routings) / layer_tokens
+
+
+def router_metrics(routings: list[Routing], exchanges: int) -> dict[str, jax.Array]:
+    """Of a whole step's sums (all ranks and micro-batches, `exchanges` for each layer), float32 scalars.
+
+    expert_load: of the layer with the worst balance, the busiest expert's assignments / the mean; router_entropy: mean
+    over tokens and layers, nats; expert_rounds: mean rounds of exchange (1: all fitted at once); expert_dropped:
+    assignments that no expert worked on.
+    """
+    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+    layers, tokens = whole.rounds.size, jnp.maximum(jnp.sum(whole.probability), 1.0)
+    mean_L = jnp.maximum(jnp.mean(whole.assignments, axis=1), 1.0 / whole.assignments.shape[1])
+    return {
+        "expert_load": jnp.max(jnp.max(whole.assignments, axis=1) / mean_L),
+        "router_entropy": jnp.sum(whole.entropy) / tokens,
+        "expert_rounds": jnp.sum(whole.rounds) / (layers * exchanges),
+        "expert_dropped": jnp.sum(whole.dropped),
+    }
 
 
 def _chunk_terms(logits_CV, targets_C, mask_C, z_weight, vocab_axes):

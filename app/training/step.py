@@ -5,6 +5,7 @@ elementwise on the sharded arrays outside of it. Letters: A micro-batches, B row
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,14 @@ from app.cluster import sharding
 from app.config import Config, ConfigError
 from app.models import params as model_params
 from app.models.layers import Precision, Runtime
-from app.ops import attention, self_check
+from app.models.moe import Routing
+from app.models.mtp import second_targets
+from app.ops import attention, gdn, grouped_matmul, self_check
 from app.training import optim
-from app.training.loss import chunked_cross_entropy
+from app.training.loss import chunked_cross_entropy, router_losses, router_metrics
 
 Batch = dict[str, jax.Array]
+LossSums = tuple[jax.Array, jax.Array]  # what is minimised, and the cross entropy in it
 Leaf = Any  # an array, its abstract shape, or its PartitionSpec: the same tree of each exists
 REPLICATED = PartitionSpec()
 BATCH_FIELDS = {
@@ -54,8 +58,13 @@ def runtime_of(config: Config, platform: str) -> Runtime:
         precision=Precision(config.dtypes.params, config.dtypes.compute, config.dtypes.reduce),
         remat=config.remat,
         gdn_chunk=config.ops.gdn_chunk,
+        gdn_kernel=gdn.resolve_kernel(config.ops.gdn_kernel, platform),
         attention_block=config.ops.attention_block,
         attention_kernel=attention.resolve_kernel(config.ops.attention_kernel, platform),
+        expert_kernel=grouped_matmul.resolve_kernel(platform),
+        expert_capacity=config.experts.capacity,
+        expert_rounds=config.experts.max_rounds,
+        mtp=config.loss.mtp_weight > 0,
     )
 
 
@@ -85,9 +94,10 @@ class Program:
         self.train_step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(shardings, None))
         self.eval_step = jax.jit(self._eval_step)
 
-    def init(self) -> TrainState:
-        """Step 0 with fresh parameters, sharded from birth."""
-        params = model_params.init(self.specs, self.config.seed, self.mesh)
+    def init(self, params: dict[str, jax.Array] | None = None) -> TrainState:
+        """Step 0 with `params` (given away), or with fresh parameters, sharded from birth."""
+        if params is None:
+            params = model_params.init(self.specs, self.config.seed, self.mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         return jax.jit(self._fresh, out_shardings=shardings, donate_argnums=0)(params)
 
@@ -137,41 +147,60 @@ class Program:
     def _batch_specs(self) -> dict[str, PartitionSpec]:
         return dict.fromkeys(BATCH_FIELDS, sharding.BATCH_SPEC)
 
-    def _loss_sums(self, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """This rank's (loss, entropy) sums over its tokens."""
+    def _loss_sums(self, params, batch: Batch) -> tuple[LossSums, LossSums | None, list[Routing]]:
+        """This rank's (loss, entropy) sums over its tokens, the same of the tokens after the next (None: the model does
+        not predict them), and what the routers did."""
         model = model_params.build(self.config.model, self.runtime, params)
-        hidden = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-        return chunked_cross_entropy(
-            hidden,
-            model.head(),
-            batch["targets"],
-            batch["loss_mask"],
+        hidden, routings = model.hidden_and_routing(batch["tokens"], batch["positions"], batch["segment_ids"])
+        cross_entropy = functools.partial(
+            chunked_cross_entropy,
             chunk=self.config.loss.chunk,
             z_weight=self.config.loss.z_weight,
             vocab_axes=self.runtime.rules.vocab,
         )
+        first = cross_entropy(hidden, model.head(), batch["targets"], batch["loss_mask"])
+        if not self.runtime.mtp:
+            return first, None, routings
+        further, more = model.second_hidden(hidden, batch["targets"], batch["positions"], batch["segment_ids"])
+        return first, cross_entropy(further, model.head(), *self._second_targets(batch)), routings + more
+
+    def _second_targets(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return second_targets(batch["targets"], batch["loss_mask"], self.runtime.time_axis)
 
     def _gradients(self, params, batch: Batch) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """On every rank: gradient of (loss sum / valid targets of the global batch), and the global counts and loss."""
+        """On every rank: gradient of the mean loss over the valid targets (of the routers: over the real tokens) of the
+        global batch, and the global counts, losses and router statistics."""
         counts = _token_counts(batch)
-        valid = jnp.maximum(counts["loss_tokens"], 1).astype(jnp.float32)
+        valid, tokens = (jnp.maximum(counts[name], 1).astype(jnp.float32) for name in ("loss_tokens", "tokens"))
+        model, experts = self.config.model, self.config.model.num_experts > 0
+        if self.runtime.mtp:
+            second_tokens = lax.psum(jnp.sum(self._second_targets(batch)[1], dtype=jnp.int32), sharding.DATA_AXES)
+            second_valid = jnp.maximum(second_tokens, 1).astype(jnp.float32)
 
         def scaled_loss(params, micro):
-            loss, entropy = self._loss_sums(params, micro)
-            return loss / valid, entropy / valid
+            (loss, entropy), second, routings = self._loss_sums(params, micro)
+            total, sums = loss / valid, {"loss": entropy / valid}
+            if second is not None:
+                total += self.config.loss.mtp_weight * second[0] / second_valid
+                sums |= {"mtp_loss": second[1] / second_valid}
+            if experts:
+                balance, penalty = router_losses(routings, model.num_experts_per_tok, tokens, sharding.DATA_AXES)
+                total += model.router_aux_loss_coef * balance + self.config.loss.router_z_weight * penalty
+                sums |= {"balance_loss": balance, "router_z_loss": penalty}
+            return total, ({"total_loss": total, **sums}, routings)
 
-        def accumulate(carry, micro):
-            gradient, loss, entropy = carry
-            (micro_loss, micro_entropy), micro_gradient = jax.value_and_grad(scaled_loss, has_aux=True)(params, micro)
-            gradient = jax.tree.map(jnp.add, gradient, micro_gradient)
-            return (gradient, loss + micro_loss, entropy + micro_entropy), None
+        def accumulate(gradient, micro):
+            (_, reported), micro_gradient = jax.value_and_grad(scaled_loss, has_aux=True)(params, micro)
+            return jax.tree.map(jnp.add, gradient, micro_gradient), reported
 
         micros = jax.tree.map(lambda x: x.reshape(self.config.accumulation, -1, *x.shape[1:]), batch)
-        start = (jax.tree.map(jnp.zeros_like, params), jnp.float32(0), jnp.float32(0))
-        (gradient, loss, entropy), _ = lax.scan(accumulate, start, micros)
+        gradient, reported = lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), micros)
         gradient = sharding.reduce_gradients(gradient, self.partitions)
-        loss, entropy = lax.psum((loss, entropy), sharding.DATA_AXES)
-        return gradient, {"loss": entropy, "total_loss": loss, **counts}
+        sums, routings = lax.psum(jax.tree.map(lambda x: jnp.sum(x, axis=0), reported), sharding.DATA_AXES)
+        if experts:
+            exchanges = sharding.axes_size(sharding.DATA_AXES) * self.config.accumulation
+            sums |= router_metrics(routings, exchanges)
+        return gradient, {**sums, **counts}
 
     def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """(state, batch) -> (next state, metrics). A step whose loss or gradient is not finite changes no parameter."""
@@ -195,7 +224,7 @@ class Program:
         """Sums over the global batch: entropy (nats) and counts. No division: a padded batch weighs what it holds."""
 
         def sums(params, batch):
-            _, entropy = self._loss_sums(params, batch)
+            (_, entropy), _, _ = self._loss_sums(params, batch)
             return {"entropy": lax.psum(entropy, sharding.DATA_AXES), **_token_counts(batch)}
 
         return self._on_ranks(sums, (self.partitions, self._batch_specs()), REPLICATED)(params, batch)

@@ -1,16 +1,18 @@
 """Checkpoints of a small state: committed or absent, pruned by policy, restored with the shardings of another mesh."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from app.config import CheckpointConfig
-from app.training.checkpoint import Checkpoints
+from app.config import CheckpointConfig, ConfigError
+from app.training.checkpoint import Checkpoints, StorageError, restore_weights, save_weights
 from app.training.step import TrainState
 
-KEEP = CheckpointConfig(every_steps=1, keep_last=2, keep_every=4)
+KEEP = CheckpointConfig(every_steps=1, every_minutes=0.0, keep_last=2, keep_every=4)
 FACTS = {"config": {"steps": 3}, "data": "abc"}
 
 
@@ -63,7 +65,7 @@ def test_a_failed_write_is_raised(tmp_path, monkeypatch):
     checkpoints.wait()
     (tmp_path / "checkpoints").rename(tmp_path / "gone")
     (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises((OSError, ValueError, RuntimeError)):
+    with pytest.raises(StorageError, match="saving"):
         checkpoints.save(2, state(2, sharding(1, 1)), FACTS)
         checkpoints.wait()
     (tmp_path / "checkpoints").unlink()
@@ -81,3 +83,83 @@ def test_a_step_is_not_written_twice(tmp_path):
     restored = again.restore(3, abstract(state(3, sharding(1, 1)), sharding(1, 1)))
     assert int(restored.step) == 3
     again.close()
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] ^= 1
+    path.write_bytes(content)
+
+
+def test_every_damaged_file_is_noticed_and_the_checkpoint_before_is_used(tmp_path):
+    """A flipped bit, a cut, and a loss of each file of the newest checkpoint in turn."""
+    where = sharding(2, 1, "rows")
+    checkpoints = Checkpoints(tmp_path, KEEP)
+    for step in (1, 2):
+        checkpoints.save(step, state(step, where), FACTS)
+    checkpoints.close()
+    newest = tmp_path / "checkpoints" / "2"
+    files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
+    assert len(files) > 10
+    harmless = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # written by orbax last; nothing is read from them
+    kept = tmp_path / "kept"
+    shutil.copytree(newest, kept)
+    for number, name in enumerate(files):
+        for damage in ("flip", "cut", "lose"):
+            shutil.rmtree(newest, ignore_errors=True)
+            shutil.copytree(kept, newest)
+            path = newest / name
+            if damage == "flip":
+                flip(path, 7 * number + 3)
+            elif damage == "cut":
+                path.write_bytes(path.read_bytes()[:-1])
+            else:
+                path.unlink()
+            said = []
+            again = Checkpoints(tmp_path, KEEP)
+            used = again.latest(said.append)
+            if name.name in harmless:
+                assert used == 2 and not said, (name, damage)
+                restored = again.restore(2, abstract(state(2, where), where))
+                for got, want in zip(*map(jax.tree.leaves, (restored, state(2, where))), strict=True):
+                    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+            else:
+                assert used == 1, (name, damage)
+                assert len(said) == 1 and f"checkpoint 2 is not used: {newest}" in said[0] and name.name in said[0]
+                assert (tmp_path / "checkpoints" / "2.damaged").is_dir() and not newest.exists()
+            again.close()
+    again = Checkpoints(tmp_path, KEEP)
+    assert again.latest() == 1
+    again.save(2, state(2, where), FACTS)  # the run gets there again
+    again.close()
+    assert Checkpoints(tmp_path, KEEP).latest() == 2
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / str(step) / "checksums.json").unlink()
+    for _ in range(2):  # never silently from step 0
+        with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole; there are 1.damaged, 2.damaged"):
+            Checkpoints(tmp_path, KEEP).latest()
+
+
+def test_weights_alone(tmp_path):
+    """From a weights directory and from a checkpoint; other shapes, damage and other directories are refused."""
+    where = sharding(2, 4, "rows", "columns")
+    params = state(3, where).params
+    save_weights(tmp_path / "weights.v1", params, {"model": "m"})
+    checkpoints = Checkpoints(tmp_path, KEEP)
+    checkpoints.save(3, state(3, where), FACTS)
+    checkpoints.close()
+    like = abstract(params, sharding(1, 8, None, "columns"))
+    for path in (tmp_path / "weights.v1", tmp_path / "checkpoints" / "3"):
+        found = restore_weights(path, like)
+        for name, leaf in like.items():
+            np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(params[name]))
+            assert found[name].sharding == leaf.sharding
+        with pytest.raises(ConfigError, match=r"norm: \(3,\) in .*, \(4,\) in this model"):
+            restore_weights(path, like | {"norm": jax.ShapeDtypeStruct((4,), jnp.bfloat16)})
+    with pytest.raises(ConfigError, match="exists already"):
+        save_weights(tmp_path / "weights.v1", params, {})
+    with pytest.raises(ConfigError, match="holds no weights"):
+        restore_weights(tmp_path, like)
+    flip(next((tmp_path / "weights.v1" / "params" / "d").iterdir()), 11)
+    with pytest.raises(ConfigError, match="is damaged"):
+        restore_weights(tmp_path / "weights.v1", like)

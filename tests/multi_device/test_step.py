@@ -14,11 +14,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from app.cluster import sharding
-from app.cluster.mesh import build_mesh, check_sequence_order
+from app.cluster.mesh import AXES, build_mesh, check_sequence_order
 from app.config import ConfigError
 from app.ops import self_check
 from app.training.step import Program
-from tests.tiny import tiny_config
+from tests.tiny import EXPERTS, tiny_config
 
 ROWS, TOKENS = 8, 80  # no size of the model is 80 or 10, so a gathered sequence is seen by its shape
 ONE_DEVICE = {"mesh.fsdp": 1}
@@ -36,6 +36,17 @@ SINGLE_CUTS = {
     "context 2": {"mesh.fsdp": 1, "mesh.context": 2},
     "context 4": {"mesh.fsdp": 1, "mesh.context": 4},
     "accumulation 2": {"mesh.fsdp": 1, "accumulation": 2},
+}
+# The same of a mixture of experts. The small capacity takes several rounds of exchange.
+EXPERT_CUTS = {
+    "expert 8": {"mesh.fsdp": 1, "mesh.expert": 8},
+    "fsdp 2, expert 4, capacity 0.5": {"mesh.fsdp": 2, "mesh.expert": 4, "experts.capacity": 0.5},
+    "context 2, expert 2, tensor 2": {"mesh.fsdp": 1, "mesh.context": 2, "mesh.expert": 2, "mesh.tensor": 2},
+}
+SINGLE_EXPERT_CUTS = {
+    "expert 2": {"mesh.fsdp": 1, "mesh.expert": 2},
+    "expert 4": {"mesh.fsdp": 1, "mesh.expert": 4},
+    "tensor 2": {"mesh.fsdp": 1, "mesh.tensor": 2},
 }
 
 
@@ -68,7 +79,7 @@ def run(**changes):
     """Gradients and metrics of the first step on the host, and the compiled program's text."""
     config = tiny_config(global_batch=ROWS, seq_len=TOKENS, **{"loss.z_weight": 1e-3}, **changes)
     devices = jax.devices()[
-        : np.prod([max(changes.get(f"mesh.{axis}", 1), 1) for axis in ("data", "fsdp", "context", "tensor")])
+        : np.prod([max(changes.get(f"mesh.{axis}", 1), 1) for axis in AXES])
     ]
     program = Program(config, build_mesh(config.mesh, devices))
     state = program.init()
@@ -88,6 +99,24 @@ def test_gradients_do_not_depend_on_the_cut(cut):
     wanted, wanted_metrics, _ = run(**ONE_DEVICE)
     gradient, metrics, _ = run(**(CUTS | SINGLE_CUTS)[cut])
     assert metrics == pytest.approx(wanted_metrics, rel=1e-5)
+    assert_same_gradient(gradient, wanted)
+
+
+@pytest.mark.parametrize(
+    "cut", [*EXPERT_CUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SINGLE_EXPERT_CUTS)]
+)
+def test_gradients_do_not_depend_on_where_the_experts_are(cut):
+    """Every parameter, the router's too, with the balance and z losses of the global batch; padding goes nowhere."""
+    wanted, wanted_metrics, _ = run(**ONE_DEVICE, **EXPERTS)
+    gradient, metrics, text = run(**(EXPERT_CUTS | SINGLE_EXPERT_CUTS)[cut], **EXPERTS)
+    rounds = metrics["expert_rounds"]
+    assert metrics == pytest.approx(wanted_metrics | {"expert_rounds": rounds}, rel=1e-5)
+    assert metrics["expert_dropped"] == 0 and rounds >= 1 and (rounds > 1 or "capacity" not in cut)
+    assert ("all-to-all" in text) == ("expert" in cut)
+    assert_same_gradient(gradient, wanted)
+
+
+def assert_same_gradient(gradient, wanted):
     errors = {name: np.linalg.norm(gradient[name] - want) / np.linalg.norm(want) for name, want in wanted.items()}
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < 2e-5, (worst, errors[worst])

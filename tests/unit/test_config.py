@@ -60,7 +60,7 @@ def test_wrong_keys_and_types_are_reported_together():
     tree = base.get_config().to_dict()
     tree["model"]["hiden_size"] = tree["model"].pop("hidden_size")
     tree |= {"steps": "ten", "seed": True, "mesh": 3, "eval": {**tree["eval"], "batches": 2.0}, "remat": None}
-    tree |= {"controller": 3, "loss": {"chunk": 5, "z_weight": "small"}}
+    tree |= {"controller": 3, "loss": {**tree["loss"], "z_weight": "small"}}
     with pytest.raises(ConfigError) as error:
         from_config_dict(tree)
     assert error.value.problems == (
@@ -91,7 +91,16 @@ def test_diff_names_keys_and_both_values():
 
 
 def test_layer_pattern():
-    assert tiny_config().model.layer_pattern == ("linear_attention",) * 3 + ("full_attention",)
+    dense, experts = tiny_config().model, {"model.num_experts": 4, "model.num_hidden_layers": 8}
+    linear, full = ("linear_attention", "dense"), ("full_attention", "dense")
+    assert dense.layer_pattern == (linear,) * 3 + (full,)
+    sparse = tiny_config(**experts).model
+    assert sparse.layer_pattern == (("linear_attention", "moe"),) * 3 + (("full_attention", "moe"),)
+    every_second = tiny_config(**experts, **{"model.decoder_sparse_step": 2}).model
+    assert [mlp for _, mlp in every_second.layer_pattern] == ["dense", "moe"] * 2
+    one_dense = tiny_config(**experts, **{"model.mlp_only_layers": (5,)}).model
+    assert one_dense.layer_pattern == one_dense.layers and len(one_dense.layers) == 8  # no shorter period
+    assert [n for n, (_, mlp) in enumerate(one_dense.layers) if mlp == "dense"] == [5]
 
 
 def test_one_problem_is_the_message_and_several_are_a_list():
@@ -177,6 +186,12 @@ REFUSED = [
     ({"data.tokenizer": "ids:300"}, None, r"model.vocab_size=272 is smaller than the 300 ids of data.tokenizer='ids:"),
     ({"data.tokenizer": ""}, None, r"data.tokenizer is empty: use 'bytes'"),
     ({"mesh.expert": 2}, 2, r"mesh.expert=2: the model has no experts.*use mesh.expert=1"),
+    ({"model.num_experts": 6, "model.num_experts_per_tok": 2, "model.moe_intermediate_size": 8, "mesh.expert": 4,
+      "model.shared_expert_intermediate_size": 8}, 4, r"model.num_experts=6 does not divide over mesh.expert=4: use a"),
+    ({"model.num_experts": 4, "model.num_experts_per_tok": 5, "model.moe_intermediate_size": 8}, None,
+     (r"model.num_experts_per_tok=5 of model.num_experts=4: must be", r"shared_expert_intermediate_size=0 with")),
+    ({"model.mlp_only_layers": (1, 4)}, None, r"model.mlp_only_layers=\(1, 4\): there are no layers \[4\]; use"),
+    ({"model.intermediate_size": 0}, None, r"model.intermediate_size=0, but there are layers with an MLP"),
     ({"mesh.tensor": 4, "model.num_attention_heads": 6, "model.num_key_value_heads": 1,
       "model.linear_num_key_heads": 4}, 4,
      (r"model.num_attention_heads=6 does not divide over mesh.tensor=4", r"model.num_key_value_heads=1 does not")),
@@ -204,7 +219,7 @@ REFUSED = [
     ({"mesh.data": 2, "mesh.fsdp": 1}, 8, r"mesh.data=2 .* makes 2, but there are 8 devices"),
     ({"mesh.data": -1, "mesh.fsdp": -1}, None, r"mesh.data and mesh.fsdp are -1"),
     ({"remat": "ful"}, None, r"remat='ful': must be one of 'full', .*, did you mean full\?"),
-    ({"controller": "multy"}, None, r"controller='multy': must be one of 'multi', did you mean multi\?"),
+    ({"controller": "multy"}, None, r"controller='multy': must be one of 'multi', 'single', did you mean multi\?"),
     ({"ops.gdn_chunk": 48}, None, r"ops.gdn_chunk=48: must be a power of two .* such as 32"),
     ({"data.documents": "seperate"}, None, r"data.documents='seperate': must be one of .*, did you mean separate\?"),
     ({"dtypes.compute": "float16"}, None, r"dtypes.compute='float16': its range is too small.*use 'bfloat16'"),
@@ -265,7 +280,9 @@ def test_what_the_rules_allow(changes, devices):
 def test_what_may_be_none_at_all():
     assert {key for key, least in MINIMUM.items() if least == 0} == {
         "seed", "mesh.cpu_devices", "optimizer.warmup_steps", "data.workers", "data.prefetch", "eval.every_steps",
-        "checkpoint.keep_every",
+        "checkpoint.keep_every", "elastic.min_slices", "experts.max_rounds", "model.intermediate_size",
+        "model.num_experts", "model.num_experts_per_tok", "model.moe_intermediate_size",
+        "model.shared_expert_intermediate_size",
     }  # fmt: skip
     assert set(MINIMUM.values()) == {0, 1}
 
@@ -279,8 +296,8 @@ def test_every_number_has_its_least_value(key):
 
 def test_every_key_with_a_range_is_checked():
     """A key is a switch, or text that only the data can tell right from wrong, or some value of its type is refused."""
-    free = {"data.path", "data.source", "data.weights"}
-    bad = {int: -2, float: math.nan, str: ""}
+    free = {"data.path", "data.source", "data.weights", "init_from", "compile_cache", "checkpoint.directory"}
+    bad = {int: -2, float: math.nan, str: "", tuple: (-1,)}
     for key, kind in key_types().items():
         if key not in free and kind is not bool:
             assert any(key in message for message in problems(**{key: bad[kind]})), key
@@ -289,7 +306,7 @@ def test_every_key_with_a_range_is_checked():
 @pytest.mark.parametrize("key", CHOICES)
 def test_every_choice_is_accepted(key):
     for choice in CHOICES[key]:
-        assert problems(**{key: choice}) == ()
+        assert problems(**{"mesh.cpu_devices": 0, key: choice}) == ()
 
 
 def test_slices_are_checked_against_devices_per_slice():

@@ -1,5 +1,7 @@
 """The FLOPs formula against counts made by hand."""
 
+import dataclasses
+
 import pytest
 
 from app.training import flops
@@ -26,3 +28,11 @@ def test_only_attention_grows_with_length():
     short, long = (flops.forward_flops_per_token(model, length) for length in (1000, 2000))
     assert {part for part in short if short[part] != long[part]} == {"attention_core"}
     assert long["attention_core"] / short["attention_core"] == pytest.approx(2, rel=1e-3)
+
+
+def test_experts_count_those_that_work_on_a_token():
+    # 8 experts of hidden 24, 2 of them and a shared one of 40 work; router 2 x 32 x 8, gate of the shared one 2 x 32.
+    changes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = dataclasses.replace(tiny_config().model, **changes, shared_expert_intermediate_size=40)
+    parts = flops.forward_flops_per_token(model, seq_len=7)
+    assert parts["mlp"] == 4 * (2 * 32 * 8 + 3 * 2 * 32 * (2 * 24 + 40) + 2 * 32)

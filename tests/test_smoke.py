@@ -152,3 +152,15 @@ def test_not_finite_stops_with_its_own_status(command, tmp_path):
     assert "not finite" in done.stderr and "3 in a row" in done.stderr
     bad = [line for line in metrics(tmp_path) if line.get("nonfinite_steps")]
     assert len(bad) == 3 and bad[0]["grad_norm"] is None
+
+
+def test_weights_of_another_run_start_a_new_one(straight, command, tmp_path):
+    """At step 0 with the other run's parameters; a model that computes something else is refused by name."""
+    weights = straight[0] / "checkpoints" / str(STEPS)
+    done = run(command, tmp_path, init_from=weights, steps=1)
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path)[0]["step"] == 1
+    assert metrics(tmp_path)[0]["loss"] < metrics(straight[0])[0]["loss"] - 0.5
+    refused = run(command, tmp_path / "other", init_from=weights, **{"model.rope_theta": 5e5})
+    assert refused.returncode == 2
+    assert "model.rope_theta" in refused.stderr and "500000.0" in refused.stderr

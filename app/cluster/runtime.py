@@ -167,8 +167,22 @@ def leave(status: int) -> NoReturn:
         with contextlib.suppress(OSError):  # a full disk must not change the status
             sys.stdout.flush()
             sys.stderr.flush()
+        if status in (EXIT_CONFIG, EXIT_NONFINITE):
+            _leave_together()
         os._exit(status)
     sys.exit(status)
+
+
+def _leave_together(seconds: float = 10.0) -> None:
+    """Wait for the processes that end for the same reason: jax aborts (134) those that outlive process 0's service."""
+    import jax
+
+    from app.cluster import peers
+
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # some do not end, or are gone: nothing to wait for
+        peers.client().wait_at_barrier(f"{peers.PREFIX}leaving", int(1000 * seconds))
+    if peers.index() == 0:
+        time.sleep(1.0)  # the others have heard that all are there, and go
 
 
 def _number(flag: int | None, environ: Mapping[str, str], name: str) -> int | None:

@@ -59,6 +59,7 @@ def stop_and_resume(runs, straight, workdir, count, step, victim):
     assert_same_run(workdir, straight(count))
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_of_two_stops_both_with_a_checkpoint(runs, straight, tmp_path):
     stop_and_resume(runs, straight, tmp_path, 2, 6, 1)
 

@@ -82,10 +82,11 @@ def gather(shard: jax.Array, axes: MeshAxes, dim: int, compute_dtype: str, reduc
 
 
 def _gather(shard, axes, dim, compute_dtype):
+    # Axis by axis, the minor one first: libtpu turns a gather over all chips of a 3D torus into an all-reduce of the
+    # whole array, but not one over a part of them.
     whole = shard.astype(compute_dtype)
-    for axis in reversed(axes):  # the minor one first
-        for groups in _phases(lax.axis_size(axis)):
-            whole = lax.all_gather(whole, axis, axis=dim, tiled=True, axis_index_groups=groups)
+    for axis in reversed(axes):
+        whole = lax.all_gather(whole, axis, axis=dim, tiled=True)
     return whole
 
 
@@ -96,24 +97,8 @@ def _gather_fwd(shard, axes, dim, compute_dtype, reduce_dtype):
 def _gather_bwd(axes, dim, compute_dtype, reduce_dtype, like, grad):
     grad = grad.astype(reduce_dtype)
     for axis in axes:
-        for groups in reversed(_phases(lax.axis_size(axis))):
-            grad = lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+        grad = lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True)
     return (grad.astype(like.dtype),)
-
-
-# libtpu turns a gather or scatter over all chips of a 3D torus into an all-reduce of the whole array, but not one over
-# a part of them. So every axis goes by itself, and one of this size or more, which may be a whole slice, in two phases.
-TWO_PHASES_FROM = 32
-
-
-def _phases(size: int) -> list[list[list[int]] | None]:
-    """Groups of ranks of an axis to gather over, in turn: neighbours first, then the ranks of the same place among
-    them; [None] (all at once) for a small axis or a prime one. The bytes a rank receives are the same."""
-    inner = max(k for k in range(1, math.isqrt(size) + 1) if size % k == 0)
-    if size < TWO_PHASES_FROM or inner == 1:
-        return [None]
-    neighbours = [list(range(start, start + inner)) for start in range(0, size, inner)]
-    return [neighbours, [list(range(place, size, inner)) for place in range(inner)]]
 
 
 gather.defvjp(_gather_fwd, _gather_bwd)

@@ -1,7 +1,6 @@
-"""Gathering a weight and scattering its gradient: all at once and in two phases."""
+"""Gathering a weight and scattering its gradient."""
 
 import functools
-from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 from app.cluster import sharding
 
 
-@pytest.mark.parametrize("size, inner", [(8, None), (31, None), (37, None), (32, 4), (48, 6), (64, 8), (256, 16)])
-def test_phases(size, inner):
-    phases = sharding._phases(size)
-    if inner is None:
-        assert phases == [None]
-        return
-    neighbours, places = phases
-    assert {len(group) for group in neighbours} == {inner} and {len(group) for group in places} == {size // inner}
-    assert sorted(chain(*neighbours)) == sorted(chain(*places)) == list(range(size))
-    assert neighbours[1] == list(range(inner, 2 * inner)) and places[1] == list(range(1, size, inner))
-
-
-@pytest.mark.parametrize("two_phases", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_gather_and_its_gradient(monkeypatch, two_phases, dim):
+def test_gather_and_its_gradient(dim):
     """Every rank multiplies the whole weight by a matrix of its own; the gradient is the sum of these, cut again."""
-    monkeypatch.setattr(sharding, "TWO_PHASES_FROM", 4 if two_phases else 100)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(1, 8), ("fsdp", "context"))
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((16, 16)).astype(np.float32)
@@ -47,8 +32,6 @@ def test_gather_and_its_gradient(monkeypatch, two_phases, dim):
     program = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)(
         body, in_specs=(spec, ranks), out_specs=(ranks, spec)
     )
-    traced = str(jax.make_jaxpr(program)(weight, own))
-    assert ("axis_index_groups=((0, 1)" in traced) == two_phases
     whole, gradient = jax.jit(program)(weight, own)
     assert all(np.array_equal(one, weight) for one in whole)
     np.testing.assert_allclose(gradient, own.sum(0), rtol=1e-5, atol=1e-5)

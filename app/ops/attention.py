@@ -124,10 +124,11 @@ def _causal_bwd(kernel, residuals, d_out_BHTV):
     q_BHTK, k_BGTK, v_BGTV, segment_ids_BT, out_BHTV, lse_BHT = residuals
     queries, keys = kernel.queries(q_BHTK, segment_ids_BT), kernel.keys(k_BGTK, v_BGTV, segment_ids_BT)
     cotangents = kernel.cotangents(out_BHTV, lse_BHT, d_out_BHTV)
-    dq, key_gradients = kernel.accumulate_gradients(
+    dq, dkv = kernel.accumulate_gradients(
         kernel.start_query_gradient(queries), queries, cotangents, keys, jnp.array(_ITSELF, jnp.int32), "diagonal"
     )
-    gradients = kernel.finish_query_gradient(dq), *kernel.finish_key_gradients(key_gradients)
+    K = q_BHTK.shape[-1]
+    gradients = kernel.finish_query_gradient(dq), *jnp.split(kernel.finish_key_gradients(dkv, K), [K], -1)
     return *(d.astype(x.dtype) for d, x in zip(gradients, (q_BHTK, k_BGTK, v_BGTV), strict=True)), None
 
 

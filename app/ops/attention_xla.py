@@ -45,10 +45,9 @@ class Cotangents(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Tiled key side."""
+    """Tiled key side. Keys and values are one array, because together they are one message of a ring."""
 
-    k: jax.Array  # [N,B,G,C,K]
-    v: jax.Array  # [N,B,G,C,V]
+    kv: jax.Array  # [N,B,G,C,K+V]
     ids: jax.Array | None  # segment ids [N,B,C], padding is 0, which no query has
 
 
@@ -58,13 +57,6 @@ class Running(NamedTuple):
     acc: jax.Array  # [N,B,G,V,M]
     top: jax.Array  # [N,B,G,M]
     sum: jax.Array  # [N,B,G,M]
-
-
-class KeyGradients(NamedTuple):
-    """Gradients of `Keys`, float32."""
-
-    dk: jax.Array  # [N,B,G,C,K]
-    dv: jax.Array  # [N,B,G,C,V]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +104,7 @@ class XlaKernel:
 
     def keys(self, k_BGSK: jax.Array, v_BGSV: jax.Array, segment_ids_BS: jax.Array | None) -> Keys:
         ids_NBC = None if segment_ids_BS is None else self._tile(segment_ids_BS[:, None, :, None])[:, :, 0, :, 0]
-        return Keys(self._tile(k_BGSK), self._tile(v_BGSV), ids_NBC)
+        return Keys(self._tile(jnp.concatenate([k_BGSK, v_BGSV], -1)), ids_NBC)
 
     def cotangents(self, out_BHTV: jax.Array, lse_BHT: jax.Array, d_out_BHTV: jax.Array) -> Cotangents:
         delta_BHT = jnp.einsum("bhtv,bhtv->bht", out_BHTV.astype(jnp.float32), d_out_BHTV.astype(jnp.float32))
@@ -123,7 +115,8 @@ class XlaKernel:
 
     def start(self, queries: Queries, keys: Keys) -> Running:
         """No key seen yet."""
-        rows, V = queries.q.shape[:-1], keys.v.shape[-1]
+        *rows, K = queries.q.shape
+        V = keys.kv.shape[-1] - K
         acc = jnp.zeros((*rows[:-1], V, rows[-1]), jnp.float32)
         return Running(acc, jnp.full(rows, HIDDEN, jnp.float32), jnp.zeros(rows, jnp.float32))
 
@@ -141,9 +134,9 @@ class XlaKernel:
         """[B,H,T,K] float32"""
         return self._untile_rows(jnp.swapaxes(dq_NBGKM, -1, -2))
 
-    def finish_key_gradients(self, gradients: KeyGradients) -> tuple[jax.Array, jax.Array]:
-        """([B,G,S,K], [B,G,S,V]) float32"""
-        return self._untile(gradients.dk), self._untile(gradients.dv)
+    def finish_key_gradients(self, dkv_NBGCX: jax.Array, K: int) -> jax.Array:
+        """dk and dv [B,G,S,K+V] float32"""
+        return self._untile(dkv_NBGCX)
 
     # --- products
 
@@ -158,7 +151,7 @@ class XlaKernel:
             # While a query has seen no key its maximum is HIDDEN, and e^0 would count every hidden key.
             p_BGCM = jnp.exp(scores_BGCM - jnp.maximum(top, 0.5 * HIDDEN)[..., None, :])
             keep_BGM = jnp.exp(block.top - top)
-            v_BGCV = keys.v[key.tile]
+            v_BGCV = keys.kv[key.tile][..., queries.q.shape[-1] :]
             acc = block.acc * keep_BGM[..., None, :] + _dot("bgcv,bgcm->bgvm", v_BGCV, p_BGCM.astype(v_BGCV.dtype))
             return Running(acc, top, block.sum * keep_BGM + jnp.sum(p_BGCM, axis=-2))
 
@@ -178,35 +171,36 @@ class XlaKernel:
         products: jax.Array,
         kind: Kind,
         optional: bool = False,
-    ) -> tuple[jax.Array, KeyGradients]:
-        """(dq plus what `products` contribute to it, what they contribute to dk and dv)."""
+    ) -> tuple[jax.Array, jax.Array]:
+        """(dq plus what `products` contribute to it, what they contribute to dk and dv [N,B,G,C,K+V] float32)."""
+        K = queries.q.shape[-1]
 
         def product(query, key, block):
-            dq_BGKM, key_gradients = block
+            dq_BGKM, dkv_BGCX = block
             q_BGMK, d_out_BGMV = queries.q[query.tile], cotangents.d_out[query.tile]
-            k_BGCK, v_BGCV = keys.k[key.tile], keys.v[key.tile]
+            k_BGCK, v_BGCV = keys.kv[key.tile][..., :K], keys.kv[key.tile][..., K:]
             scores_BGCM = self._scores(queries, keys, query, key, kind)
             p_BGCM = jnp.exp(scores_BGCM - cotangents.lse[query.tile][..., None, :])
             dp_BGCM = _dot("bgcv,bgmv->bgcm", v_BGCV, d_out_BGMV)
             ds_BGCM = p_BGCM * (dp_BGCM - cotangents.delta[query.tile][..., None, :]) * self.scale
             ds_BGCM = ds_BGCM.astype(q_BGMK.dtype)
-            dk = key_gradients.dk + _dot("bgcm,bgmk->bgck", ds_BGCM, q_BGMK)
-            dv = key_gradients.dv + _dot("bgcm,bgmv->bgcv", p_BGCM.astype(d_out_BGMV.dtype), d_out_BGMV)
-            return dq_BGKM + _dot("bgck,bgcm->bgkm", k_BGCK, ds_BGCM), KeyGradients(dk, dv)
+            dk_BGCK = _dot("bgcm,bgmk->bgck", ds_BGCM, q_BGMK)
+            dv_BGCV = _dot("bgcm,bgmv->bgcv", p_BGCM.astype(d_out_BGMV.dtype), d_out_BGMV)
+            dq_BGKM = dq_BGKM + _dot("bgck,bgcm->bgkm", k_BGCK, ds_BGCM)
+            return dq_BGKM, dkv_BGCX + jnp.concatenate([dk_BGCK, dv_BGCV], -1)
 
         def step(gradients, query, key):
-            dq, key_gradients = gradients
-            block = dq[query.tile], KeyGradients(*(x[key.tile] for x in key_gradients))
-            new_dq, new = self._if_seen(queries, keys, query, key, optional, product, block)
-            put = (_put(x, y, key.tile) for x, y in zip(key_gradients, new, strict=True))
-            return _put(dq, new_dq, query.tile), KeyGradients(*put)
+            dq, dkv = gradients
+            block = dq[query.tile], dkv[key.tile]
+            new_dq, new_dkv = self._if_seen(queries, keys, query, key, optional, product, block)
+            return _put(dq, new_dq, query.tile), _put(dkv, new_dkv, key.tile)
 
-        zeros = KeyGradients(jnp.zeros_like(keys.k, jnp.float32), jnp.zeros_like(keys.v, jnp.float32))
-        return self._scan(step, (dq_NBGKM, zeros), products, kind)
+        return self._scan(step, (dq_NBGKM, jnp.zeros_like(keys.kv, jnp.float32)), products, kind)
 
     def _scores(self, queries: Queries, keys: Keys, query: "_Place", key: "_Place", kind: Kind) -> jax.Array:
         """scale k.q [B,G,C,M], HIDDEN where the query may not see the key."""
-        scores_BGCM = _dot("bgck,bgmk->bgcm", keys.k[key.tile], queries.q[query.tile]) * self.scale
+        k_BGCK = keys.kv[key.tile][..., : queries.q.shape[-1]]
+        scores_BGCM = _dot("bgck,bgmk->bgcm", k_BGCK, queries.q[query.tile]) * self.scale
         tokens_C = jnp.arange(self.tile, dtype=jnp.int32)
         key_C1 = (key.start + tokens_C)[:, None]
         seen_BCM = None

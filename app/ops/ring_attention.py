@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from app.ops.attention import Kernel, KernelName, check_shapes, make_kernel, named
-from app.ops.attention_xla import KeyGradients, Keys
+from app.ops.attention_xla import Keys
 from app.ops.zigzag import AxisName
 
 Layout = Literal["zigzag", "contiguous"]
@@ -109,10 +109,12 @@ def _attend_bwd(plan, residuals, d_out_BHTV):
         return kernel.accumulate_gradients(dq, queries, cotangents, keys, products, kind, optional)
 
     visit_all = _visit_ring if plan.kind == "ring" else _visit_gathered
-    dq, key_gradients = visit_all(plan, visit, kernel.start_query_gradient(queries), keys)
-    dk, dv = (d.astype(k_BGTK.dtype) for d in kernel.finish_key_gradients(key_gradients))
+    dq, dkv = visit_all(plan, visit, kernel.start_query_gradient(queries), keys)
+    K = q_BHTK.shape[-1]
+    dkv_BGTX = kernel.finish_key_gradients(dkv, K).astype(k_BGTK.dtype)
     if plan.kind == "ring":
-        dk, dv = _send_on(plan.axis_name, (dk, dv))
+        dkv_BGTX = _send_on(plan.axis_name, dkv_BGTX)
+    dk, dv = jnp.split(dkv_BGTX, [K], -1)
     return kernel.finish_query_gradient(dq).astype(q_BHTK.dtype), dk, dv, None
 
 
@@ -120,9 +122,9 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 # --- which products, and where their keys come from. visit(state, keys, products, kind, optional) -> (state, what the
-# --- products add to these keys' gradients: KeyGradients, or () in the forward pass)
+# --- products add to these keys' gradients: dkv, or () in the forward pass)
 
-Visit = Callable[..., tuple[Any, KeyGradients | tuple[()]]]
+Visit = Callable[..., tuple[Any, jax.Array | tuple[()]]]
 
 
 def _visit_ring(plan: _Plan, visit: Visit, state: Any, keys: Keys) -> tuple[Any, Any]:
@@ -147,8 +149,9 @@ def _visit_ring(plan: _Plan, visit: Visit, state: Any, keys: Keys) -> tuple[Any,
         coming = send(keys)
         return (*step(state, gradients, keys, s), coming), None
 
+    # Two steps a trip: keys then come and go between two buffers, where one step a trip has to copy them to send them.
     (state, gradients, keys), _ = lax.scan(
-        body, (state, gradients, coming), jnp.arange(1, size - 1, dtype=jnp.int32), length=size - 2
+        body, (state, gradients, coming), jnp.arange(1, size - 1, dtype=jnp.int32), unroll=2
     )
     return step(state, gradients, keys, jnp.int32(size - 1))
 
@@ -198,16 +201,7 @@ def _send_on(axis_name: AxisName, tree: Any) -> Any:
     """Every rank's `tree` to the next rank, the last one's to the first."""
     size = lax.axis_size(axis_name)
     ring = [(r, (r + 1) % size) for r in range(size)]
-    # Leaves of one shape (k and v; dk and dv) are one message: a chip starts only so many transfers before a kernel.
-    leaves, structure = jax.tree.flatten(tree)
-    alike: dict[Any, list[int]] = {}
-    for place, leaf in enumerate(leaves):
-        alike.setdefault((leaf.shape, leaf.dtype), []).append(place)
-    for places in alike.values():
-        arrived = lax.ppermute(jnp.stack([leaves[place] for place in places]), axis_name, ring)
-        for place, leaf in zip(places, arrived, strict=True):
-            leaves[place] = leaf
-    return jax.tree.unflatten(structure, leaves)
+    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, ring), tree)
 
 
 def _sum(x: Any, y: Any) -> Any:

@@ -40,7 +40,7 @@ def estimate(config: Config, topology: Topology, slices: int, compiled: Compiled
     """config: with its mesh resolved. Compiles the kernels that are not in the cache yet (about 10 s each)."""
     module, sources = Module.parse(compiled.text), Sources(compiled.text)
     network = Network(compiler.mesh_of(config, topology, slices), topology.generation)
-    kernel_cycles = _kernel_cycles(module, topology)
+    kernel_cycles = cycles_of_kernels(module, topology)
     clock = topology.generation.cycles_per_second
 
     def core_seconds(x: Instruction) -> float:
@@ -63,7 +63,7 @@ def estimate(config: Config, topology: Topology, slices: int, compiled: Compiled
         "compile": {"seconds": compiled.seconds, "resident_bytes": compiled.resident_bytes},
         "memory": _memory(module, sources, compiled, topology),
         "model_flops_per_token": forward_flops_per_token(config.model, config.seq_len),
-        "compiled": _work(module, kernel_cycles),
+        "compiled": work(module, kernel_cycles),
         "collectives": _collectives(module, network),
         "step": {
             "seconds": spent.seconds,
@@ -81,7 +81,7 @@ def _sorted(seconds: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in sorted(seconds.items(), key=lambda item: -item[1]) if value > 0}
 
 
-def _kernel_cycles(module: Module, topology: Topology) -> dict[str, int]:
+def cycles_of_kernels(module: Module, topology: Topology) -> dict[str, int]:
     """Cycles of every kernel by the name of its instruction."""
     one_host = "x".join(map(str, topology.generation.topologies()[0]))
     where = f"{topology.generation.name}:{one_host}"
@@ -92,7 +92,7 @@ def _kernel_cycles(module: Module, topology: Topology) -> dict[str, int]:
     }
 
 
-def _work(module: Module, kernel_cycles: dict[str, int]) -> dict[str, Any]:
+def work(module: Module, kernel_cycles: dict[str, int]) -> dict[str, Any]:
     """What the device does in a step, loops by their trips. FLOPs are those of XLA's matrix products, not kernels'."""
     total: Counter[str] = Counter()
     other_calls: set[str] = set()

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from app.ops.attention_xla import HIDDEN, Cotangents, KeyGradients, Keys, Kind, Queries, Running, document_range
+from app.ops.attention_xla import HIDDEN, Cotangents, Keys, Kind, Queries, Running, document_range
 
 LANES = 128
 # Tokens of the blocks that one grid step holds, and of the piece of keys that one matrix product takes.
@@ -76,7 +76,7 @@ class PallasKernel:
     def keys(self, k_BGSK: jax.Array, v_BGSV: jax.Array, segment_ids_BS: jax.Array | None) -> Keys:
         _check_head_dim("v", v_BGSV)
         ids = None if segment_ids_BS is None else self._split_rows(segment_ids_BS)
-        return Keys(self._split(k_BGSK), self._split(v_BGSV), ids)
+        return Keys(self._split(jnp.concatenate([k_BGSK, v_BGSV], -1)), ids)
 
     def cotangents(self, out_BHTV: jax.Array, lse_BHT: jax.Array, d_out_BHTV: jax.Array) -> Cotangents:
         delta_BHT = jnp.einsum("bhtv,bhtv->bht", out_BHTV.astype(jnp.float32), d_out_BHTV.astype(jnp.float32))
@@ -84,9 +84,9 @@ class PallasKernel:
         return Cotangents(self._split(d_out_BHTV), self._split_rows(lse_BHT), self._split_rows(delta_BHT))
 
     def start(self, queries: Queries, keys: Keys) -> Running:
-        *rows, _ = queries.q.shape
+        *rows, K = queries.q.shape
         stats = (*rows[:-1], 1, rows[-1])
-        acc = jnp.zeros((*rows, keys.v.shape[-1]), jnp.float32)
+        acc = jnp.zeros((*rows, keys.kv.shape[-1] - K), jnp.float32)
         return Running(acc, jnp.full(stats, HIDDEN, jnp.float32), jnp.zeros(stats, jnp.float32))
 
     def finish(self, running: Running) -> tuple[jax.Array, jax.Array]:
@@ -100,8 +100,9 @@ class PallasKernel:
     def finish_query_gradient(self, dq: jax.Array) -> jax.Array:
         return self._join(dq) * self.scale
 
-    def finish_key_gradients(self, gradients: KeyGradients) -> tuple[jax.Array, jax.Array]:
-        return self._join(gradients.dk) * self.scale, self._join(gradients.dv)
+    def finish_key_gradients(self, dkv: jax.Array, K: int) -> jax.Array:
+        X = dkv.shape[-1]
+        return self._join(dkv) * jnp.where(jnp.arange(X) < K, self.scale, 1.0).reshape(1, 1, 1, X)
 
     def _split(self, x_BHTX: jax.Array) -> jax.Array:
         """[B,H,T,X] -> [N,B,H,C,X]"""
@@ -134,13 +135,13 @@ class PallasKernel:
         products: jax.Array,
         kind: Kind,
         optional: bool = False,
-    ) -> tuple[jax.Array, KeyGradients]:
+    ) -> tuple[jax.Array, jax.Array]:
         shape = _Shape.of(self, queries, keys, kind, optional)
         pieces = []
         for first in range(0, self.part, shape.resident):
             dq, piece = _backward_call(shape, first, dq, queries, cotangents, keys, products)
             pieces.append(piece)
-        return dq, jax.tree.map(lambda *x: jnp.concatenate(x, -2), *pieces)
+        return dq, jnp.concatenate(pieces, -2)
 
 
 def _check_head_dim(name: str, x: jax.Array) -> None:
@@ -175,9 +176,9 @@ class _Shape:
 
     @classmethod
     def of(cls, kernel: PallasKernel, queries: Queries, keys: Keys, kind: Kind, optional: bool) -> "_Shape":
-        N, _, H, C, K = queries.q.shape
+        N, _, H, C, _ = queries.q.shape
         key = _block(C, KEY_BLOCK if kind == "full" else DIAGONAL_KEY_BLOCK)
-        most = KEY_GRADIENT_BYTES // (4 * N * (K + keys.v.shape[-1]))
+        most = KEY_GRADIENT_BYTES // (4 * N * keys.kv.shape[-1])
         resident = key * _largest_divisor(C // key, max(1, most // key))
         return cls(
             H, kernel.ratio, C, _block(C, QUERY_BLOCK), key, _block(key, KEY_PIECE), resident,
@@ -240,7 +241,7 @@ def _flat(x: jax.Array) -> jax.Array:
 
 def _forward_call(shape: _Shape, running: Running, queries: Queries, keys: Keys, products: jax.Array) -> Running:
     _, B, H, C, K = queries.q.shape
-    V = keys.v.shape[-1]
+    X = keys.kv.shape[-1]
     scalars = (products, *_ranges(shape, queries, keys))
 
     def key_part(u, products):
@@ -253,13 +254,12 @@ def _forward_call(shape: _Shape, running: Running, queries: Queries, keys: Keys,
         return spec(block, lambda h, i, u, j, p: (p[u, 0], h, i, 0))
 
     stat = spec((1, shape.query), lambda h, i, u, j, p: (p[u, 0], h, 0, i))
-    state = [row_spec((shape.query, V)), stat, stat]
+    state = [row_spec((shape.query, X - K)), stat, stat]
     in_specs = [
         row_spec((shape.query, K)),
-        spec((shape.key, K), lambda h, i, u, j, p: (key_part(u, p), lax.div(h, shape.ratio), j, 0)),
-        spec((shape.key, V), lambda h, i, u, j, p: (key_part(u, p), lax.div(h, shape.ratio), j, 0)),
+        spec((shape.key, X), lambda h, i, u, j, p: (key_part(u, p), lax.div(h, shape.ratio), j, 0)),
     ]
-    operands = [_flat(queries.q), _flat(keys.k), _flat(keys.v)]
+    operands = [_flat(queries.q), _flat(keys.kv)]
     if queries.ids is not None and keys.ids is not None:
         in_specs += [
             spec((1, shape.query), lambda h, i, u, j, p: (p[u, 0], lax.div(h, H), 0, i)),
@@ -287,10 +287,11 @@ def _forward_call(shape: _Shape, running: Running, queries: Queries, keys: Keys,
 def _forward_kernel(shape: _Shape, count: int, products, *refs):
     """Grid: head, query block, product, key block."""
     ranges, refs = (refs[:2], refs[2:]) if shape.documents else ((), refs)
-    (q, k, v), refs = refs[:3], refs[3:]
+    (q, kv), refs = refs[:2], refs[2:]
     (query_ids, key_ids), refs = (refs[:2], refs[2:]) if shape.documents else ((None, None), refs)
     acc_in, top_in, sum_in, acc, top, total, top_lanes, sum_lanes = refs
     h, i, u, j = (pl.program_id(dim) for dim in range(4))
+    K = q.shape[1]
 
     @pl.when((j == 0) & _starts_run(products, u))
     def _():
@@ -301,7 +302,7 @@ def _forward_kernel(shape: _Shape, count: int, products, *refs):
     def compute():
         for first in range(0, shape.key, shape.piece):
             piece = pl.ds(first, shape.piece)
-            scores = _dot(q[...], k[piece, :], _NT) * shape.log2_scale
+            scores = _dot(q[...], kv[piece, :K], _NT) * shape.log2_scale
             ids = (None, None) if query_ids is None or key_ids is None else (query_ids[...], key_ids[:, piece])
             scores = shape.hide(scores, *ids, i, j * shape.key + first, keys_dim=1)
             new_top = jnp.maximum(top_lanes[...], jnp.max(scores, axis=1, keepdims=True))
@@ -311,7 +312,7 @@ def _forward_kernel(shape: _Shape, count: int, products, *refs):
             keep = jnp.exp2(top_lanes[...] - new_top)
             sum_lanes[...] = sum_lanes[...] * keep + jnp.sum(p, axis=1, keepdims=True)
             top_lanes[...] = new_top
-            product = _dot(p.astype(v.dtype), v[piece, :], _NN)
+            product = _dot(p.astype(kv.dtype), kv[piece, K:], _NN)
             acc[...] = acc[...] * jnp.tile(keep, (1, acc.shape[1] // LANES)) + product
 
     _when_seen(shape, products, ranges, u, lax.div(h, shape.heads), i, j, compute)
@@ -333,10 +334,10 @@ def _backward_call(
     cotangents: Cotangents,
     keys: Keys,
     products: jax.Array,
-) -> tuple[jax.Array, KeyGradients]:
+) -> tuple[jax.Array, jax.Array]:
     """dq after all products with keys first_key .. first_key + resident - 1 of the parts, and those keys' gradients."""
     _, B, H, C, K = queries.q.shape
-    G, V = keys.k.shape[2], keys.v.shape[-1]
+    N, _, G, _, X = keys.kv.shape
     scalars = (products, *_ranges(shape, queries, keys))
     skipped = first_key // shape.key
 
@@ -352,56 +353,50 @@ def _backward_call(
     def row_spec(dim):
         return spec((shape.query, dim), lambda g, h, i, u, j, p: (p[u, 0], h, i, 0))
 
-    def key_spec(dim):
-        return spec((shape.key, dim), lambda g, h, i, u, j, p: (key_part(u, p), g, skipped + j, 0))
-
     stat = spec((1, shape.query), lambda g, h, i, u, j, p: (p[u, 0], h, 0, i))
-    in_specs = [row_spec(K), row_spec(V), stat, stat, key_spec(K), key_spec(V)]
-    operands = [_flat(x) for x in (queries.q, *cotangents, keys.k, keys.v)]
+    kv_spec = spec((shape.key, X), lambda g, h, i, u, j, p: (key_part(u, p), g, skipped + j, 0))
+    in_specs = [row_spec(K), row_spec(X - K), stat, stat, kv_spec]
+    operands = [_flat(x) for x in (queries.q, *cotangents, keys.kv)]
     if queries.ids is not None and keys.ids is not None:
         in_specs += [
             spec((1, shape.query), lambda g, h, i, u, j, p: (p[u, 0], lax.div(h, H), 0, i)),
             spec((1, shape.key), lambda g, h, i, u, j, p: (key_part(u, p), lax.div(h, H), 0, skipped + j)),
         ]
         operands += [queries.ids, keys.ids]
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    held = [(keys.k.shape[0], shape.resident, dim) for dim in (K, V)]
-    new_dq, dk, dv = pl.pallas_call(
+    new_dq, dkv = pl.pallas_call(
         functools.partial(_backward_kernel, shape, skipped),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(B * G, shape.ratio, C // shape.query, len(products), shape.resident // shape.key),
             in_specs=[*in_specs, row_spec(K)],
-            out_specs=[row_spec(K), in_hbm, in_hbm],
-            scratch_shapes=[*(pltpu.VMEM(size, jnp.float32) for size in held), pltpu.SemaphoreType.DMA((2,))],
+            out_specs=[row_spec(K), pl.BlockSpec(memory_space=pl.ANY)],
+            scratch_shapes=[pltpu.VMEM((N, shape.resident, X), jnp.float32), pltpu.SemaphoreType.DMA],
         ),
         out_shape=[
             jax.ShapeDtypeStruct.like(_flat(dq)),
-            *(jax.ShapeDtypeStruct((N, B * G, tokens, dim), jnp.float32) for N, tokens, dim in held),
+            jax.ShapeDtypeStruct((N, B * G, shape.resident, X), jnp.float32),
         ],
         input_output_aliases={len(scalars) + len(operands): 0},
         compiler_params=_compiler_params(5),
         interpret=shape.interpret,
         name="attention_backward",
     )(*scalars, *operands, _flat(dq))
-    dk, dv = (x.reshape(x.shape[0], B, G, *x.shape[2:]) for x in (dk, dv))
-    return new_dq.reshape(dq.shape), KeyGradients(dk, dv)
+    return new_dq.reshape(dq.shape), dkv.reshape(N, B, G, *dkv.shape[2:])
 
 
 def _backward_kernel(shape: _Shape, skipped: int, products, *refs):
     """Grid: key head, query head of it, query block, product, key block. Scores are keys by queries."""
     ranges, refs = (refs[:2], refs[2:]) if shape.documents else ((), refs)
-    (q, d_out, lse, delta, k, v), refs = refs[:6], refs[6:]
+    (q, d_out, lse, delta, kv), refs = refs[:5], refs[5:]
     (query_ids, key_ids), refs = (refs[:2], refs[2:]) if shape.documents else ((None, None), refs)
-    dq_in, dq, dk_out, dv_out, dk, dv, semaphores = refs
-    dims = range(5)
+    dq_in, dq, dkv_out, dkv, semaphore = refs
+    dims, K = range(5), q.shape[1]
     g, r, i, u, j = (pl.program_id(dim) for dim in dims)
     last_step = functools.reduce(jnp.logical_and, [pl.program_id(dim) == pl.num_programs(dim) - 1 for dim in dims[1:]])
 
     @pl.when((r == 0) & (i == 0) & (u == 0) & (j == 0))
     def _():
-        dk[...] = jnp.zeros_like(dk)
-        dv[...] = jnp.zeros_like(dv)
+        dkv[...] = jnp.zeros_like(dkv)
 
     @pl.when((j == 0) & _starts_run(products, u))
     def _():
@@ -412,26 +407,23 @@ def _backward_kernel(shape: _Shape, skipped: int, products, *refs):
         for first in range(0, shape.key, shape.piece):
             piece = pl.ds(first, shape.piece)
             held = pl.ds(j * shape.key + first, shape.piece)
-            scores = _dot(k[piece, :], q[...], _NT) * shape.log2_scale
+            scores = _dot(kv[piece, :K], q[...], _NT) * shape.log2_scale
             ids = (None, None) if query_ids is None or key_ids is None else (query_ids[...], key_ids[:, piece])
             scores = shape.hide(scores, *ids, i, (skipped + j) * shape.key + first, keys_dim=0)
             p = jnp.exp2(scores - lse[...])
-            dp = _dot(v[piece, :], d_out[...], _NT)
-            ds = (p * (dp - delta[...])).astype(k.dtype)
-            dv[part, held, :] += _dot(p.astype(d_out.dtype), d_out[...], _NN)
-            dk[part, held, :] += _dot(ds, q[...], _NN)
-            dq[...] += _dot(ds, k[piece, :], _TN)
+            dp = _dot(kv[piece, K:], d_out[...], _NT)
+            ds = (p * (dp - delta[...])).astype(kv.dtype)
+            dkv[part, held, K:] += _dot(p.astype(d_out.dtype), d_out[...], _NN)
+            dkv[part, held, :K] += _dot(ds, q[...], _NN)
+            dq[...] += _dot(ds, kv[piece, :K], _TN)
 
     batch = lax.div(g * shape.ratio + r, shape.heads)
     _when_seen(shape, products, ranges, u, batch, i, skipped + j, compute)
 
     @pl.when(last_step)
     def _():
-        copies = [
-            pltpu.make_async_copy(held.at[part], out.at[part, g], semaphores.at[which])
-            for part in range(dk.shape[0])
-            for which, (held, out) in enumerate(((dk, dk_out), (dv, dv_out)))
-        ]
+        parts = range(dkv.shape[0])
+        copies = [pltpu.make_async_copy(dkv.at[part], dkv_out.at[part, g], semaphore) for part in parts]
         for copy in copies:
             copy.start()
         for copy in copies:

@@ -139,7 +139,8 @@ def test_the_causal_predicate_is_exact_far_out(start):
     kernel = XlaKernel(16, 1, 1, 1.0, 16)
     ones = jnp.ones((1, 1, 1, 16, 8))
     place = _Place(jnp.int32(0), jnp.int32(0), jnp.int32(start))
-    scores = kernel._scores(Queries(ones, None), Keys(ones, ones, None), place, place, "diagonal")[0, 0]
+    keys = Keys(jnp.ones((1, 1, 1, 16, 16)), None)
+    scores = kernel._scores(Queries(ones, None), keys, place, place, "diagonal")[0, 0]
     np.testing.assert_array_equal(np.asarray(scores) > HIDDEN, np.triu(np.ones((16, 16), bool)))
 
     shape = pallas_attention._Shape(1, 1, 2**31 - 128, 128, 128, 128, 128, 1.0, "diagonal", False, False, True)

@@ -20,7 +20,7 @@ MAX_PRODUCT_LINES = 16_000  # docstrings and comments included; a third of the w
 LAYERS = {
     "configs": (r"configs(\.\w+)?", ("configs",)),
     "config": (r"app\.config(_\w+)?", ("configs", "config")),
-    "ops": (r"app\.ops(\..+)?", ("ops",)),
+    "ops": (r"app\.ops(\..+)?", ("ops", "hardware")),
     "hardware": (r"app\.cluster\.hardware", ()),
     "cluster": (r"app\.cluster(\.\w+)?", ("configs", "config", "ops", "hardware", "cluster")),
     "models": (r"app\.models(\.\w+)?", ("configs", "config", "ops", "hardware", "cluster", "models")),

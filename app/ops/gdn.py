@@ -41,6 +41,7 @@ from app.ops.gdn_ranks import (
     entering_state,
     from_last_rank,
 )
+from app.ops.pallas.gdn import tuning
 
 # checkpoint_name's of what the backward reads besides the inputs. The first group is what only the exchange between
 # ranks can give: with it kept, a rematerialised layer repeats no collective of this file. Bytes: app/ops/README.md.
@@ -154,7 +155,7 @@ def gated_delta_rule(
         blocks = plan_blocks(tokens, batch * key_heads, chunk_size)
         rule = functools.partial(_rule, _Static(axis, blocks, scale, *states))
     else:
-        rule = functools.partial(fused_rule, Fused(axis, scale, *states, interpret=kernel == "pallas_interpret"))
+        rule = functools.partial(fused_rule, Fused(axis, scale, *states, tuning(), kernel == "pallas_interpret"))
     out, final_state = rule(*narrow, *gates, segment_ids, initial_state)
     out = out.astype(v.dtype)
     return (out, final_state) if return_final_state else out

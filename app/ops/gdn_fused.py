@@ -35,14 +35,14 @@ class Fused:
     scale: float
     has_initial_state: bool
     return_final_state: bool
+    tuning: kernels.Tuning
     interpret: bool
-    tuning: kernels.Tuning = kernels.TUNING
 
     def shape(self, q: jax.Array, v: jax.Array, heads: int, mapped: bool, documents: bool) -> kernels.Shape:
         return kernels.Shape.of(
             q,
             v,
-            chunk=self.tuning.chunk,
+            self.tuning,
             heads=heads,
             mapped=mapped,
             scale=self.scale,
@@ -73,7 +73,9 @@ def _forward(static: Fused, q, k, v, g, beta, segment_ids, initial_state):
     document = None if segment_ids is None else pad_tokens(count_documents(axis, segment_ids), blocks, "edge")
     inputs = tuple(pad_tokens(x, blocks) for x in (q, k, v, g, beta))
     q, k, v, g, beta = inputs
-    shape = static.shape(q, v, static.tuning.forward_heads, axis is not None, document is not None)
+    mapped, tuning = axis is not None, static.tuning
+    heads = tuning.mapped_heads if mapped else tuning.forward_heads
+    shape = static.shape(q, v, heads, mapped, document is not None)
     gates = kernels.pack_gates(shape, g, beta, document)
     initial = jnp.zeros((B, H, K, V), jnp.float32) if initial_state is None else initial_state
     if axis is None:

@@ -11,27 +11,42 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from app.ops.pallas.gdn_chunk import NT, TN, dot, pair_decay, unit_lower_inverses
+from app.cluster.hardware import find_generation
+from app.ops.pallas.gdn_chunk import NT, TN, dot, halves, iota, pair_decay, unit_lower_inverses, visibility
 
 LANES = 128
-GATES = 5  # kinds of rows of `pack_gates`
-VMEM_BYTES = 60 << 20
+GATES = 6  # kinds of rows of `pack_gates`: coarse, fine, head, written, beta, tail
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Size of the work: tokens of a chunk, value heads of a grid step aimed at (forward, backward)."""
+    """Size of the work: tokens of a chunk; value heads of a grid step aimed at; vector memory a kernel may fill."""
 
-    chunk: int = 128
-    forward_heads: int = 6
-    backward_heads: int = 6
+    chunk: int
+    forward_heads: int
+    mapped_heads: int  # of the forward with mapped columns
+    backward_heads: int
+    vmem_bytes: int
 
 
-TUNING = Tuning()
+# Chosen by `python -m tests.benchmark.gdn_tune`; what it saw: app/ops/README.md.
+TUNINGS = {
+    "v4": Tuning(128, 6, 6, 6, 60 << 20),
+    "v5e": Tuning(128, 12, 12, 12, 100 << 20),
+    "v5p": Tuning(128, 12, 12, 12, 60 << 20),
+    "v6e": Tuning(128, 12, 12, 12, 100 << 20),
+    "tpu7x": Tuning(128, 12, 12, 12, 60 << 20),
+}
+
+
+def tuning() -> Tuning:
+    """Of the devices that are traced for: those of the mesh, else jax's; v5p's where they are no TPUs."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    generation = find_generation(device.device_kind)
+    return TUNINGS[generation.name if generation else "v5p"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +64,22 @@ class Shape:
     mapped: int  # columns of the states after the first V: K where the transition is wanted too, else 0
     scale: float
     documents: bool
+    vmem_bytes: int
     interpret: bool
 
     @classmethod
     def of(
-        cls, q, v, *, chunk: int, heads: int, mapped: bool, scale: float, documents: bool, interpret: bool
+        cls, q, v, tuning: Tuning, *, heads: int, mapped: bool, scale: float, documents: bool, interpret: bool
     ) -> "Shape":
         """For padded q [B,T,G,K], v [B,T,H,V]; heads: value heads of a grid step aimed at."""
         B, T, G, K = q.shape
         repeats = v.shape[2] // G
-        key_heads = max(x for x in range(1, G + 1) if G % x == 0 and (x == 1 or x * repeats <= heads))
+        # Two groups or rows at least: where two cores work as one device, they share these out.
+        sizes = [x for x in range(2, G + 1) if G % x == 0 and x * repeats <= heads and x < B * G]
+        key_heads = max([1, *sizes])
         return cls(
-            B, T // chunk, chunk, key_heads, G // key_heads, repeats, K, v.shape[3],
-            K if mapped else 0, scale, documents, interpret,
+            B, T // tuning.chunk, tuning.chunk, key_heads, G // key_heads, repeats, K, v.shape[3],
+            K if mapped else 0, scale, documents, tuning.vmem_bytes, interpret,
         )  # fmt: skip
 
     @property
@@ -90,36 +108,41 @@ def _tiles(rows: int) -> int:
 
 
 class Gates(NamedTuple):
-    """The gates of one head in a chunk, each a (column [C, 1], row [1, C]); head, tail, carry as in README.md."""
+    """The gates of one head in a chunk, each a (column [C, 1], row [1, C]); head, tail as in README.md, written = tail
+    beta."""
 
     coarse: tuple
     fine: tuple
-    beta: tuple
     head: tuple
+    written: tuple
+    beta: tuple
     tail: tuple
-    carry: jax.Array  # [1, 1]
+
+    @property
+    def carry(self) -> jax.Array:
+        """[1, 1]."""
+        return self.head[1][:, -1:]
 
 
 def pack_gates(shape: Shape, g: jax.Array, beta: jax.Array, document: jax.Array | None) -> jax.Array:
     """g, beta [B,T,H], document [B,T] -> [B, groups, N, rows, C] float32.
 
-    Rows: for each of coarse, fine, beta, head, tail those of the step's heads; the document, counted from the token
-    before the chunk.
+    Rows: for each kind of Gates those of the step's heads; the document, counted from the token before the chunk.
     """
     B, N, C = shape.batch, shape.chunks, shape.chunk
     g, beta = (x.reshape(B, N, C, shape.groups, shape.heads).transpose(0, 3, 1, 4, 2) for x in (g, beta))
     coarse, fine = split_sums(g)
     head = jnp.exp(coarse + fine)
     tail = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))
-    rows = [coarse, fine, beta, head, tail]
+    rows = []
     if document is not None:
         count = document.reshape(B, N, C)
         before = jnp.concatenate([jnp.zeros_like(count[:, :1, -1]), count[:, :-1, -1]], 1)
         count = (count - before[..., None])[:, None, :, None]
-        rows[3] = jnp.where(count == 0, head, 0.0)
-        rows[4] = jnp.where(count == count[..., -1:], tail, 0.0)
-        rows.append(jnp.broadcast_to(count.astype(jnp.float32), (B, shape.groups, N, 1, C)))
-    rows = jnp.concatenate(rows, 3)
+        head = jnp.where(count == 0, head, 0.0)
+        tail = jnp.where(count == count[..., -1:], tail, 0.0)
+        rows = [jnp.broadcast_to(count.astype(jnp.float32), (B, shape.groups, N, 1, C))]
+    rows = jnp.concatenate([coarse, fine, head, tail * beta, beta, tail, *rows], 3)
     return jnp.pad(rows, [(0, 0)] * 3 + [(0, shape.rows - rows.shape[3]), (0, 0)])
 
 
@@ -134,18 +157,15 @@ def split_sums(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1)
 
 
-def read_gates(shape: Shape, rows: jax.Array) -> tuple[list[Gates], tuple | None]:
-    """The gates of all heads of a step, and its documents; rows [rows, C]."""
-    columns = rows.T
+def read_gates(shape: Shape, rows: jax.Array) -> tuple[list[Gates], jax.Array]:
+    """The gates of all heads of a step, and the `visibility` of its tokens; rows [rows, C]."""
+    columns, heads = rows.T, shape.heads
 
     def both(at):
         return columns[:, at : at + 1], rows[at : at + 1]
 
-    gates = []
-    for h in range(shape.heads):
-        values = [both(h + shape.heads * kind) for kind in range(GATES)]
-        gates.append(Gates(*values, carry=values[3][0][-1:]))
-    return gates, both(GATES * shape.heads) if shape.documents else None
+    gates = [Gates(*(both(h + heads * kind) for kind in range(GATES))) for h in range(heads)]
+    return gates, visibility(shape.chunk, both(GATES * heads) if shape.documents else None)
 
 
 def _forward_kernel(shape: Shape, q_ref, k_ref, v_ref, gates_ref, initial_ref, state_ref, inverse_ref, *parts_refs):
@@ -162,15 +182,14 @@ def _forward_kernel(shape: Shape, q_ref, k_ref, v_ref, gates_ref, initial_ref, s
     def _():
         state_ref[...] = initial_ref[...]
 
-    gates, document = read_gates(shape, gates_ref[...])
+    gates, visible = read_gates(shape, gates_ref[...])
     keys = [k_ref[:, g * K : (g + 1) * K] for g in range(shape.key_heads)]
     stacked = [jnp.concatenate([k, q_ref[:, g * K : (g + 1) * K]], 0) for g, k in enumerate(keys)]
-    scores = [dot(x, k, NT) for x, k in zip(stacked, keys, strict=True)]
-    pairs = [pair_decay(x.coarse, x.fine, document) for x in gates]
-    strict = lax.broadcasted_iota(jnp.int32, (C, C), 0) > lax.broadcasted_iota(jnp.int32, (C, C), 1)
-    lowers = [jnp.where(strict, gates[h].beta[0] * (scores[h // R][:C] * pairs[h]), 0.0) for h in range(S)]
-    attention = [(scores[h // R][C:] * pairs[h]).astype(dtype) for h in range(S)]
-    inverses = [x.astype(dtype) for x in unit_lower_inverses(lowers, dtype)]
+    turned = [k.T for k in keys]
+    scores = [dot(x, k) for x, k in zip(stacked, turned, strict=True)]
+    pairs = [pair_decay(x.coarse, x.fine, visible) for x in gates]
+    inverses = unit_lower_inverses([scores[h // R][:C] * pairs[h] * gates[h].beta[1] for h in range(S)], dtype)
+    inverses = [x.astype(dtype) for x in inverses]
     states = [state_ref[h] for h in range(S)]
     narrow = [x.astype(dtype) for x in states]
     for h in range(S):
@@ -179,16 +198,14 @@ def _forward_kernel(shape: Shape, q_ref, k_ref, v_ref, gates_ref, initial_ref, s
             states_ref[h] = narrow[h][:, at]
     seen = [dot(stacked[h // R], narrow[h]) for h in range(S)]
     values = [_with_zeros(v_ref[:, h * V : (h + 1) * V].astype(jnp.float32), W) for h in range(S)]
-    wanted = [gates[h].beta[0] * (values[h] - gates[h].head[0] * seen[h][:C]) for h in range(S)]
-    new = [dot(inverses[h], wanted[h].astype(dtype)) for h in range(S)]
-    tails = [(gates[h].tail[0] * new[h]).astype(dtype) for h in range(S)]
-    for g in range(shape.key_heads):
-        writes = dot(keys[g], jnp.concatenate(tails[g * R : (g + 1) * R], 1), TN)
-        for r in range(R):
-            h = g * R + r
-            state_ref[h] = gates[h].carry * states[h] + writes[:, r * W : (r + 1) * W]
+    wanted = [values[h] - gates[h].head[0] * seen[h][:C] for h in range(S)]
+    new = [(gates[h].beta[0] * dot(inverses[h], wanted[h].astype(dtype))).astype(dtype) for h in range(S)]
     for h in range(S):
-        out = shape.scale * (gates[h].head[0] * seen[h][C:] + dot(attention[h], new[h].astype(dtype)))
+        attention = (scores[h // R][C:] * pairs[h]).astype(dtype)
+        writing = (turned[h // R].astype(jnp.float32) * gates[h].tail[1]).astype(dtype)
+        sent = dot(jnp.concatenate([attention, writing], 0), new[h])
+        state_ref[h] = gates[h].carry * states[h] + sent[C:]
+        out = shape.scale * (gates[h].head[0] * seen[h][C:] + sent[:C])
         for at, (out_ref, _) in parts:
             width = at.stop - at.start
             out_ref[:, h * width : (h + 1) * width] = out[:, at].astype(out_ref.dtype)
@@ -241,7 +258,7 @@ def forward(shape: Shape, q, k, v, gates, initial) -> Forward:
             jax.ShapeDtypeStruct((B, N, H, C, C), q.dtype),
             *(jax.ShapeDtypeStruct(y, q.dtype) for x in widths for y in ((B, T, H * x), (B, N, H, K, x))),
         ],
-        compiler_params=compiler_params(),
+        compiler_params=compiler_params(shape),
         interpret=shape.interpret,
         name="gdn_forward",
     )(*(x.reshape(B, T, -1) for x in (q, k, v)), gates, initial)
@@ -261,78 +278,92 @@ def _backward_kernel(
     def _():
         dstate_ref[...] = dfinal_ref[...]
 
-    gates, document = read_gates(shape, gates_ref[...])
+    gates, visible = read_gates(shape, gates_ref[...])
     keys = [k_ref[:, g * K : (g + 1) * K] for g in range(shape.key_heads)]
-    stacked = [jnp.concatenate([k, q_ref[:, g * K : (g + 1) * K]], 0) for g, k in enumerate(keys)]
-    scores = [dot(x, k, NT) for x, k in zip(stacked, keys, strict=True)]
-    strict = lax.broadcasted_iota(jnp.int32, (C, C), 0) > lax.broadcasted_iota(jnp.int32, (C, C), 1)
-    pairs = [pair_decay(x.coarse, x.fine, document) for x in gates]
+    queries = [q_ref[:, g * K : (g + 1) * K] for g in range(shape.key_heads)]
+    stacked = [jnp.concatenate(x, 0) for x in zip(keys, queries, strict=True)]
+    turned = [(k.T, q.T) for k, q in zip(keys, queries, strict=True)]
+    scores = [dot(x, k) for x, (k, _) in zip(stacked, turned, strict=True)]
+    strict, same = iota((C, C), 0) > iota((C, C), 1), iota((C, C), 0) == iota((C, C), 1)
+    pairs = [pair_decay(x.coarse, x.fine, visible) for x in gates]
+    writing = [gates[h].beta[1] * pairs[h] for h in heads]
     states, inverses = [states_ref[h] for h in heads], [inverse_ref[h] for h in heads]
     values, douts = ([x[:, h * V : (h + 1) * V] for h in heads] for x in (v_ref, dout_ref))
 
-    # The forward's new, again.
+    # The forward's new, before beta, again.
     wanted = [values[h].astype(jnp.float32) - gates[h].head[0] * dot(keys[h // R], states[h]) for h in heads]
-    new = [dot(inverses[h], (gates[h].beta[0] * wanted[h]).astype(dtype)).astype(dtype) for h in heads]
+    new = [dot(inverses[h], wanted[h].astype(dtype)) for h in heads]
 
     dstates = [dstate_ref[h] for h in heads]
     narrow = [x.astype(dtype) for x in dstates]
-    attention = [(scores[h // R][C:] * pairs[h]).astype(dtype) for h in heads]
-    dnew = [
-        scale * dot(attention[h], douts[h], TN) + gates[h].tail[0] * dot(keys[h // R], narrow[h]) for h in heads
-    ]
-    dright = [dot(inverses[h], dnew[h].astype(dtype), TN) for h in heads]  # cotangent of beta (v - head k state)
-    dwanted = [gates[h].beta[0] * dright[h] for h in heads]
+    attention = [(scores[h // R][C:] * writing[h]).astype(dtype) for h in heads]
+    dnew = [scale * dot(attention[h], douts[h], TN) + gates[h].written[0] * dot(keys[h // R], narrow[h]) for h in heads]
+    # Both halves of this operand: rounded, it would leave dv and the state's cotangent less exact than chunks of 64 do.
+    dwanted = [_twice(inverses[h], dnew[h], TN) for h in heads]
+    gains = [_row_sum(new[h] * dwanted[h]) for h in heads]
+    new, dwanted = [x.astype(dtype) for x in new], [x.astype(dtype) for x in dwanted]
+    both = [jnp.concatenate(x, 0) for x in zip(dwanted, douts, strict=True)]
     for h in heads:
-        dv_ref[:, h * V : (h + 1) * V] = dwanted[h].astype(dv_ref.dtype)
-    for g in range(shape.key_heads):
-        group = range(g * R, (g + 1) * R)
-        written = [(-gates[h].head[0] * dwanted[h]).astype(dtype) for h in group]
-        read = [(gates[h].head[0] * scale * douts[h].astype(jnp.float32)).astype(dtype) for h in group]
-        arriving = dot(stacked[g], jnp.concatenate([jnp.concatenate(x, 1) for x in (written, read)], 0), TN)
-        for r, h in enumerate(group):
-            dstate_ref[h] = gates[h].carry * dstates[h] + arriving[:, r * V : (r + 1) * V]
+        dv_ref[:, h * V : (h + 1) * V] = dwanted[h]
+        k, q = (x.astype(jnp.float32) for x in turned[h // R])
+        seeing = jnp.concatenate([-gates[h].head[1] * k, (scale * gates[h].head[1]) * q], 1).astype(dtype)
+        dstate_ref[h] = gates[h].carry * dstates[h] + dot(seeing, both[h])
 
-    both = [jnp.concatenate([dright[h].astype(dtype), douts[h]], 0) for h in heads]
     dscores = [dot(both[h], new[h], NT) for h in heads]
     dheads = [dot(both[h], states[h], NT) for h in heads]
     dtails = [dot(new[h], narrow[h], NT) for h in heads]
-    lane = lax.broadcasted_iota(jnp.int32, (C, LANES), 1)
-    columns, sums = jnp.zeros((C, LANES), jnp.float32), []
+    lane = iota((C, -(-3 * S // LANES) * LANES), 1)
+    columns, sums, owns, carried = jnp.zeros(lane.shape, jnp.float32), [], [], []
     for g in range(shape.key_heads):
-        k, q = stacked[g][:C].astype(jnp.float32), stacked[g][C:].astype(jnp.float32)
+        k, q = keys[g].astype(jnp.float32), scale * queries[g].astype(jnp.float32)
+        kk, qk = jnp.where(strict, scores[g][:C], 0.0), scale * jnp.where(strict, scores[g][C:], 0.0)
+        own = scale * jnp.where(same, scores[g][C:], 0.0)
         dk, dq = jnp.zeros((C, K), jnp.float32), jnp.zeros((C, K), jnp.float32)
         dlower, dattention = jnp.zeros((C, C), jnp.float32), jnp.zeros((C, C), jnp.float32)
         for h in range(g * R, (g + 1) * R):
-            beta, head, tail = gates[h].beta[0], gates[h].head[0], gates[h].tail[0]
-            by_lower = jnp.where(strict, dscores[h][:C] * pairs[h], 0.0)
-            by_attention = scale * dscores[h][C:] * pairs[h]
-            dlower -= beta * by_lower
-            dattention += by_attention
-            from_head, from_query, from_tail = head * dheads[h][:C], (head * scale) * dheads[h][C:], tail * dtails[h]
-            dk += from_tail - beta * from_head
+            from_head, from_query = gates[h].head[0] * dheads[h][:C], gates[h].head[0] * dheads[h][C:]
+            dk += gates[h].written[0] * dtails[h] - from_head
             dq += from_query
-            by_lower *= scores[g][:C]
-            by_pair = jnp.where(strict, by_attention * scores[g][C:], 0.0) - beta * by_lower
-            by_key = _row_sum(k * from_head)
-            carried = gates[h].carry * jnp.sum(dstates[h] * states[h].astype(jnp.float32))
-            dlog = _row_sum(by_pair) + _row_sum(q * from_query) - beta * by_key
-            dlog += jnp.where(lax.broadcasted_iota(jnp.int32, (C, 1), 0) == C - 1, carried, 0.0)
-            dbeta = _row_sum(dright[h] * values[h].astype(jnp.float32)) - _row_sum(by_lower) - by_key
-            for kind, column in enumerate((dlog, _row_sum(k * from_tail), dbeta)):
+            dlower -= dscores[h][:C] * writing[h]
+            dattention += dscores[h][C:] * writing[h]
+            by_pair = (dscores[h][C:] * qk - dscores[h][:C] * kk) * pairs[h]
+            by_log = _row_sum(gates[h].beta[1] * by_pair, q * from_query - k * from_head)
+            for kind, column in enumerate((by_log, _row_sum(k * dtails[h]), gains[h])):
                 columns = jnp.where(lane == h + S * kind, column, columns)
             sums.append(jnp.sum(by_pair, axis=0, keepdims=True))
-        weights = jnp.concatenate([dlower, dattention], 0).astype(dtype)
+            owns.append(jnp.sum(dscores[h][C:] * own, axis=0, keepdims=True))
+            carried.append(gates[h].carry * jnp.sum(dstates[h] * states[h].astype(jnp.float32)))
+        weights = jnp.concatenate([jnp.where(strict, dlower, 0.0), scale * dattention], 0).astype(dtype)
         straight = dot(weights, keys[g])
         dk += straight[:C] + dot(weights, stacked[g], TN)
-        dq += straight[C:]
-        dq_ref[:, g * K : (g + 1) * K] = dq.astype(dq_ref.dtype)
+        dq_ref[:, g * K : (g + 1) * K] = (scale * dq + straight[C:]).astype(dq_ref.dtype)
         dk_ref[:, g * K : (g + 1) * K] = dk.astype(dk_ref.dtype)
-    dgates_ref[...] = columns.T[: shape.gradient_rows]
-    dgates_ref[:S] -= jnp.concatenate(sums, 0)
+    written, beta, tail = (gates_ref[S * kind : S * (kind + 1)] for kind in (3, 4, 5))
+    by_log, by_tail, gain = (columns.T[S * kind : S * (kind + 1)] for kind in range(3))
+    by_column, own = (jnp.concatenate(x, 0) for x in (sums, owns))
+    last = jnp.where(iota((1, C), 1) == C - 1, jnp.concatenate(carried, 0), 0.0)
+    dgates_ref[:S] = by_log - beta * by_column + last
+    dgates_ref[S : 2 * S] = written * by_tail
+    # The quotient is the exact one by far where keys are alike: the sum is a small difference of large terms there.
+    at_zero = by_column + own + tail * by_tail
+    dgates_ref[2 * S : 3 * S] = jnp.where(beta == 0, at_zero, gain / jnp.where(beta == 0, 1.0, beta))
 
 
-def _row_sum(x: jax.Array) -> jax.Array:
-    return jnp.sum(x, axis=1, keepdims=True)
+def _twice(x: jax.Array, y: jax.Array, dims) -> jax.Array:
+    """A product with y float32, for a bfloat16 x of both its halves."""
+    if x.dtype == jnp.float32:
+        return dot(x, y, dims)
+    high, low = (dot(x, part.astype(x.dtype), dims) for part in halves(y))
+    return high + low
+
+
+def _row_sum(*parts: jax.Array) -> jax.Array:
+    """Sums over the rows of all [C, ..] together: [C, 1]. Those of one width are added first: reductions are dear."""
+    whole: dict[int, jax.Array] = {}
+    for x in parts:
+        width = x.shape[1]
+        whole[width] = whole[width] + x if width in whole else x
+    return functools.reduce(jnp.add, (jnp.sum(x, axis=1, keepdims=True) for x in whole.values()))
 
 
 def backward(shape: Shape, q, k, v, gates, states, inverses, dout, dfinal):
@@ -367,7 +398,7 @@ def backward(shape: Shape, q, k, v, gates, states, inverses, dout, dfinal):
             jax.ShapeDtypeStruct((*gates.shape[:3], shape.gradient_rows, C), jnp.float32),
             jax.ShapeDtypeStruct((B, H, K, V), jnp.float32),
         ],
-        compiler_params=compiler_params(),
+        compiler_params=compiler_params(shape),
         interpret=shape.interpret,
         name="gdn_backward",
     )(*flat[:3], gates, states, inverses, flat[3], dfinal)
@@ -387,7 +418,7 @@ def gate_gradients(shape: Shape, dgates: jax.Array) -> tuple[jax.Array, jax.Arra
     return dg, dbeta
 
 
-def compiler_params() -> pltpu.CompilerParams:
+def compiler_params(shape: Shape) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=shape.vmem_bytes
     )

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 # The inverse starts from blocks of so many tokens, each solved by forward substitution in the vector unit.
-LEAF = 16
+LEAF = 8
 
 NT = (((1,), (1,)), ((), ()))  # x y^T
 NN = (((1,), (0,)), ((), ()))  # x y
@@ -25,84 +26,108 @@ def dot(x: jax.Array, y: jax.Array, dims: Any = NN) -> jax.Array:
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def split_dot(x: jax.Array, y: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """x y of float32 matrices; for bfloat16 inputs in three passes over high and low halves (error about 2^-16)."""
-    if dtype == jnp.float32:
-        return dot(x, y)
-    x_high, y_high = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-    x_low = (x - x_high.astype(jnp.float32)).astype(jnp.bfloat16)
-    y_low = (y - y_high.astype(jnp.float32)).astype(jnp.bfloat16)
-    both = dot(jnp.concatenate([x_high, x_low], 0), y_high)
-    return both[: len(x)] + (both[len(x) :] + dot(x_high, y_low))
+def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32 x as a part that bfloat16 holds and the rest, both float32.
+
+    Rounded by arithmetic on the bits: a conversion there and back is more instructions.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    high = lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
+    return high, x - high
 
 
 def iota(shape: tuple[int, ...], dim: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, shape, dim)
 
 
-def pair_decay(coarse: Any, fine: Any, document: Any | None) -> jax.Array:
-    """[C, C]: decay from after token j to token i, zero for j > i and across a document start.
+def visibility(length: int, document: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    """[C, C]: 0 where token i sees token j (j <= i and no document starts in between), else what takes exp to zero.
 
-    Each argument: the values of a chunk's tokens as a (column [C, 1], row [1, C]). coarse + fine is the running sum of
-    the log decays; differences of coarse are exact and fine is small (`split_sums`), so that nothing small is lost next
-    to something large.
+    Numbers, not a mask: a mask of this size is spilled and unpacked again for every head.
     """
-    length = coarse[1].shape[1]
     seen = iota((length, length), 0) >= iota((length, length), 1)
     if document is not None:
         seen &= document[0] == document[1]
-    exponent = (coarse[0] - coarse[1]) + (fine[0] - fine[1])
-    return jnp.exp(jnp.where(seen, exponent, -1e30))
+    return jnp.where(seen, 0.0, -1e30)
+
+
+def pair_decay(coarse: Any, fine: Any, visible: jax.Array) -> jax.Array:
+    """[C, C]: decay from after token j to token i, zero where `visibility` says so.
+
+    coarse, fine: the values of a chunk's tokens as a (column [C, 1], row [1, C]). coarse + fine is the running sum of
+    the log decays; differences of coarse are exact and fine is small (`split_sums`), so that nothing small is lost next
+    to something large.
+    """
+    return jnp.exp((coarse[0] - coarse[1]) + (fine[0] - fine[1]) + visible)
 
 
 def unit_lower_inverses(lowers: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
-    """(I + L)^-1 of strictly lower triangular L [C, C] float32; products as precise as `dtype` asks.
+    """(I + L)^-1 of strictly lower triangular L [C, C] float32, of which only what is below the diagonal is read.
 
     Diagonal blocks of LEAF tokens by forward substitution, then the ladder X21 = -X22 L21 X11 over b = LEAF, 2 LEAF,
-    ..: no power of L is ever formed. All matrices advance together.
+    ..: no power of L is ever formed. The blocks of a level stand side by side, [b, C], so that a product takes b rows
+    of the matrix unit for all blocks, not C. All matrices advance together; products are as precise as `dtype` asks.
     """
-    length = len(lowers[0])
-    inverses = [_expand(x) for x in _leaf_inverses([_compress(x) for x in lowers])]
-    size = LEAF
+    blocks = _leaf_inverses([_diagonal(x) for x in lowers])
+    size, length = LEAF, len(lowers[0])
     while size < length:
-        block, other = (lax.div(iota((length, length), dim), size) for dim in (0, 1))
-        corner = (other == block - 1) & (lax.rem(block, 2) == 1)
-        corners = [_odd(jnp.where(corner, x, 0.0), size) for x in lowers]
-        corners = [split_dot(x, inverse, dtype) for x, inverse in zip(corners, inverses, strict=True)]
-        corners = [
-            split_dot(_odd(inverse, size), _at_odd(x, size), dtype)
-            for x, inverse in zip(corners, inverses, strict=True)
+        even = lax.rem(_block((size, length), size), 2) == 0
+        corners = [_corner(x, size) for x in lowers]
+        corners = [_block_dot(x, y, 0, dtype) for x, y in zip(corners, blocks, strict=True)]
+        corners = [_block_dot(x, y, 1, dtype) for x, y in zip(blocks, corners, strict=True)]
+        blocks = [
+            jnp.concatenate([jnp.where(even, x, 0.0), jnp.where(even, -corner, x)], 0)
+            for x, corner in zip(blocks, corners, strict=True)
         ]
-        inverses = [inverse - _at_odd(x, size) for x, inverse in zip(corners, inverses, strict=True)]
         size *= 2
-    return inverses
+    return blocks
 
 
-def _odd(x: jax.Array, size: int) -> jax.Array:
-    """The rows of every second block of `size` rows."""
-    return jnp.concatenate([x[at : at + size] for at in range(size, len(x), 2 * size)], 0)
+def _block(shape: tuple[int, ...], size: int) -> jax.Array:
+    """The number of the block of `size` columns that a column is in."""
+    return lax.div(iota(shape, 1), size)
 
 
-def _at_odd(x: jax.Array, size: int) -> jax.Array:
-    """Rows put back where `_odd` took them, zeros in between."""
-    zeros = jnp.zeros((size, x.shape[1]), x.dtype)
-    return jnp.concatenate([y for at in range(0, len(x), size) for y in (zeros, x[at : at + size])], 0)
-
-
-def _compress(x: jax.Array) -> jax.Array:
-    """Diagonal blocks of [C, C], side by side: [LEAF, C]."""
-    lane = lax.div(iota((LEAF, x.shape[1]), 1), LEAF)
+def _diagonal(x: jax.Array) -> jax.Array:
+    """The diagonal blocks of [C, C] without their diagonals, side by side: [LEAF, C]."""
+    shape = LEAF, len(x)
+    block = _block(shape, LEAF)
     out = x[:LEAF]
-    for block in range(1, len(x) // LEAF):
-        out = jnp.where(lane == block, x[block * LEAF : (block + 1) * LEAF], out)
+    for at in range(1, len(x) // LEAF):
+        out = jnp.where(block == at, x[at * LEAF : (at + 1) * LEAF], out)
+    return jnp.where(iota(shape, 0) > lax.rem(iota(shape, 1), LEAF), out, 0.0)
+
+
+def _corner(x: jax.Array, size: int) -> jax.Array:
+    """Of every pair of diagonal blocks of [C, C] the block below the first: [size, C], zero under the second."""
+    block = _block((size, len(x)), size)
+    out = jnp.zeros((size, len(x)), x.dtype)
+    for at in range(1, len(x) // size, 2):
+        out = jnp.where(block == at - 1, x[at * size : (at + 1) * size], out)
     return out
 
 
-def _expand(x: jax.Array) -> jax.Array:
-    """The inverse of `_compress`, zero outside the blocks."""
-    length = x.shape[1]
-    inside = lax.div(iota((length, length), 0), LEAF) == lax.div(iota((length, length), 1), LEAF)
-    return jnp.where(inside, jnp.concatenate([x] * (length // LEAF), 0), 0.0)
+def _block_dot(x: jax.Array, y: jax.Array, odd: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Products of blocks side by side [b, C]: x_m+odd y_m under the even m, zero under the others.
+
+    For bfloat16 inputs of high and low halves (error about 2^-17): the low one of x takes the place of x's blocks that
+    have no part in it.
+    """
+    length, size = x.shape[1], len(x)
+    block = _block(x.shape, size)
+    used = lax.rem(block, 2) == odd
+    if dtype == jnp.float32:
+        return dot(jnp.where(used, x, 0.0), _spread(y, block))
+    (high, low), halves_y = halves(x), halves(y)
+    x = jnp.where(used, high, pltpu.roll(low, length - size if odd else size, 1)).astype(dtype)
+    y_high, y_low = (dot(x, _spread(half, block).astype(dtype)) for half in halves_y)
+    return y_high + y_low
+
+
+def _spread(x: jax.Array, block: jax.Array) -> jax.Array:
+    """[C, C]: the even ones m of blocks side by side [b, C] in their columns, in the rows of m and of m + 1."""
+    rows = [jnp.where(block == at, x, 0.0) for at in range(0, x.shape[1] // len(x), 2)]
+    return jnp.concatenate([y for row in rows for y in (row, row)], 0)
 
 
 def _leaf_inverses(lowers: list[jax.Array]) -> list[jax.Array]:

@@ -33,7 +33,7 @@ def add_entering(shape: Shape, y: Forward, entry: jax.Array) -> tuple[jax.Array,
         out_specs=[value, state],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (flat_out, y.states)],
         input_output_aliases={0: 0, 1: 1},
-        compiler_params=compiler_params(),
+        compiler_params=compiler_params(shape),
         interpret=shape.interpret,
         name="gdn_add_entering",
     )(flat_out, y.states, flat_map, y.transitions, entry)
@@ -64,7 +64,7 @@ def entering_cotangent(shape: Shape, query_map: jax.Array, dout: jax.Array) -> j
         out_shape=jax.ShapeDtypeStruct(
             (shape.batch, shape.groups * shape.heads, shape.key_dim, shape.value_dim), jnp.float32
         ),
-        compiler_params=compiler_params(),
+        compiler_params=compiler_params(shape),
         interpret=shape.interpret,
         name="gdn_entering_cotangent",
     )(*(x.reshape(*x.shape[:2], -1) for x in (query_map, dout)))

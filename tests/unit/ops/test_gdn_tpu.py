@@ -8,7 +8,7 @@ import importlib.util
 
 import pytest
 
-from tests.benchmark.hlo_cost import analyze
+from tests.benchmark import hlo_cost
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,10 +18,10 @@ pytestmark = [
 
 @functools.cache
 def program(ranks, tokens=4096):
-    from tests.benchmark.gdn_tpu import compile_for_v5p  # sets libtpu's environment
+    from tests.benchmark.gdn_tpu import compile_rule  # sets libtpu's environment
 
-    compiled = compile_for_v5p("both", ranks, tokens)
-    return analyze(compiled.as_text()), compiled.memory_analysis()
+    compiled = compile_rule("both", ranks, tokens)
+    return hlo_cost.analyze(compiled.as_text() or ""), compiled.memory_analysis()
 
 
 @pytest.mark.parametrize("ranks", [16, 64, 256])
@@ -40,3 +40,17 @@ def test_temporaries_of_a_long_rank():
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + entry_states
     assert memory.temp_size_in_bytes <= 2 * held
     assert memory.temp_size_in_bytes <= 5.5e9  # the published form: 53e9
+
+
+def test_the_cost_tool_counts_what_is_known():
+    hlo_cost.check("v5p:2x2x1")
+
+
+@pytest.mark.parametrize("mode, ranks, most", [("forward", 16, 2.0e6), ("both", 1, 4.0e6), ("both", 16, 5.0e6)])
+def test_kernels_cost_what_was_asked_with_both_cores_added(mode, ranks, most):
+    from tests.benchmark.gdn_tpu import compile_rule
+
+    text = compile_rule(mode, ranks, 4096, kernel="pallas").as_text() or ""
+    cost = hlo_cost.analyze(text, "v5p:2x2x1")
+    assert set(cost.custom_calls) == {"tpu_custom_call"}
+    assert cost.harsh(cores=2) <= most

@@ -37,6 +37,8 @@ class Routing:
 class Experts(nnx.Module):
     """The matrices of all experts; each rank of the expert axis holds its share."""
 
+    WIDTH_DIMS = 1, 1, 2  # of gate, up and down
+
     def __init__(self, config: ModelConfig, runtime: layers.Runtime):
         E, D, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
         init, dtype = layers.normal(config.initializer_range), runtime.precision.params
@@ -45,13 +47,27 @@ class Experts(nnx.Module):
         self.up_proj = layers.make_param((E, D, F), ("experts", "width", "mlp"), init, dtype)
         self.down_proj = layers.make_param((E, F, D), ("experts", "mlp", "width"), init, dtype)
 
-    def gathered(self) -> expert_ops.ExpertWeights:
-        """This rank's experts with their whole width. gate and up become one matrix before they are gathered, where
-        putting them together costs least."""
-        precision, width = self.runtime.precision, self.runtime.rules.width
-        gate_up = jnp.concatenate([self.gate_proj[...], self.up_proj[...]], axis=-1)
-        gate_up = sharding.gather(gate_up, width, 1, precision.compute, precision.reduce)
-        return expert_ops.ExpertWeights(gate_up, layers.gathered(self.down_proj, self.runtime))
+    def shards(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """This rank's part of its experts' matrices: gate, up, down."""
+        return self.gate_proj[...], self.up_proj[...], self.down_proj[...]
+
+    def whole(self, shards) -> expert_ops.ExpertWeights:
+        """This rank's experts with their whole width."""
+        compute, width, line = self.runtime.precision.compute, self.runtime.rules.width, self.runtime.context_line
+        gate, up, down = (
+            sharding.whole(shard, width, dim, compute, line) for shard, dim in zip(shards, self.WIDTH_DIMS, strict=True)
+        )
+        return expert_ops.ExpertWeights(gate, up, down)
+
+    def reduced(self, gradient: expert_ops.ExpertWeights) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The gradients of `shards`, from those of the matrices that `whole` makes of them."""
+        precision, width, line = self.runtime.precision, self.runtime.rules.width, self.runtime.context_line
+        whole = gradient.gate, gradient.up, gradient.down
+        gate, up, down = (
+            sharding.reduce_scatter(grad, width, dim, precision.reduce, line).astype(precision.params)
+            for grad, dim in zip(whole, self.WIDTH_DIMS, strict=True)
+        )
+        return gate, up, down
 
 
 class MoE(nnx.Module):
@@ -67,27 +83,30 @@ class MoE(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, Routing]:
         runtime, shape = self.runtime, x_BTD.shape
-        experts_NK, weights_NK, routing = self._route(x_BTD.reshape(-1, shape[-1]), segment_ids_BT.reshape(-1))
+        experts_NK, weights_NK, gate_N1, routing = self._route(x_BTD.reshape(-1, shape[-1]), segment_ids_BT.reshape(-1))
         x_ND, weights_NK = sharding.enter_parallel((x_BTD.reshape(-1, shape[-1]), weights_NK), runtime.rules.mlp)
         chosen_ND, rounds, dropped = expert_ops.expert_mlp(
             x_ND,
             experts_NK,
             weights_NK,
-            self.experts.gathered(),
+            self.experts.shards(),
             num_experts=self.config.num_experts,
+            access=expert_ops.Access(self.experts.whole, self.experts.reduced),
             exchange=runtime.expert_exchange,
             kernel=runtime.expert_kernel,
         )
         chosen_BTD = sharding.leave_parallel(chosen_ND, runtime.rules.mlp).reshape(shape)
-        gate_BT1 = jax.nn.sigmoid(jnp.einsum("btd,do->bto", x_BTD, layers.gathered(self.shared_expert_gate, runtime)))
-        shared_BTD = gate_BT1 * self.shared_expert(x_BTD)
+        shared_BTD = gate_N1.astype(x_BTD.dtype).reshape(*shape[:-1], 1) * self.shared_expert(x_BTD)
         return chosen_BTD + shared_BTD, dataclasses.replace(routing, rounds=rounds, dropped=dropped)
 
     def _route(self, x_ND, segment_ids_N):
-        """Experts (int32, E for none) and weights (float32) [N,K]; float32 from the router's accumulator on."""
+        """Experts (int32, E for none) and weights [N,K], the shared expert's gate [N,1], the Routing; float32 from the
+        product's accumulator on."""
         E, K = self.config.num_experts, self.config.num_experts_per_tok
-        router_DE = layers.gathered(self.router, self.runtime)
-        logits_NE = jnp.einsum("nd,de->ne", x_ND, router_DE, preferred_element_type=jnp.float32)
+        # One product for both: to the matrix unit one column more is nothing, and one alone as much as 128.
+        columns = [layers.gathered(matrix, self.runtime) for matrix in (self.router, self.shared_expert_gate)]
+        product = jnp.einsum("nd,de->ne", x_ND, jnp.concatenate(columns, axis=1), preferred_element_type=jnp.float32)
+        logits_NE, gate_N1 = product[:, :E], jax.nn.sigmoid(product[:, E:])
         log_probability_NE = jax.nn.log_softmax(logits_NE, axis=-1)
         probability_NE = jnp.exp(log_probability_NE)
         real_N1 = (segment_ids_N != 0)[:, None]
@@ -114,4 +133,4 @@ class MoE(nnx.Module):
             rounds=zero,
             dropped=zero,
         )
-        return experts_NK, weights_NK, routing
+        return experts_NK, weights_NK, gate_N1, routing

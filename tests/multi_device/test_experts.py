@@ -8,6 +8,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
@@ -34,12 +35,11 @@ def operands(route):
         experts[40:] = E  # whole ranks of it
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in ((N, D), (E, D, F), (E, D, F), (E, F, D), (N, D))]
     x, gate, up, down, cotangent = arrays
-    matrices = ExpertWeights(np.concatenate([gate, up], axis=2), down)
-    return x, experts, rng.random((N, K)).astype(np.float32), matrices, cotangent
+    return x, experts, rng.random((N, K)).astype(np.float32), ExpertWeights(gate, up, down), cotangent
 
 
 def reference(x, experts, weights, matrices):
-    return moe_reference.expert_mlp(x, experts, weights, *np.split(matrices.gate_up, 2, axis=2), matrices.down)
+    return moe_reference.expert_mlp(x, experts, weights, matrices.gate, matrices.up, matrices.down)
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def test_a_limit_on_rounds_drops_and_counts():
 def test_a_wrong_share_of_the_experts_is_seen(monkeypatch):
     """Negative control: every row gets the expert after its own."""
     wanted, *_ = on_ranks(1)(*operands("even"))
-    real = expert_ops.own_experts
-    monkeypatch.setattr(expert_ops, "own_experts", lambda x, experts, *rest: real(x, experts + 1, *rest))
+    real = expert_ops.lay_out
+    monkeypatch.setattr(expert_ops, "lay_out", lambda arriving, *rest: real(jnp.roll(arriving, 1, axis=1), *rest))
     result, *_ = on_ranks.__wrapped__(2)(*operands("even"))
     assert np.linalg.norm(result - wanted) > 0.1 * np.linalg.norm(wanted)

@@ -31,8 +31,10 @@ def hamiltonian(shape: tuple[int, ...], wrap: tuple[bool, ...]) -> tuple[np.ndar
     """A Hamiltonian cycle of the box, or a Hamiltonian path where there is none.
 
     Returns (coordinates [prod(shape), len(shape)], closed); `closed` says that the last chip is a neighbour of the
-    first one too. The cycle keeps one column of one dim, snakes over the rest of the box and comes back along that
-    column:
+    first one too. A box of three long dims is a bundle of lines along its shortest dim, taken up and down in turn, in
+    the order of a cycle of the other two: ranks far apart in the walk are few links apart, and a rank's number says its
+    place on its line (`app.cluster.mesh.line_length`). Other boxes: the cycle keeps one column of one dim, snakes over
+    the rest of the box and comes back along that column:
 
     - an even number of rows: the snake ends beside the column, no wrap link is used. One even dim and any second dim
       are enough, which every multi-dimensional TPU slice has;
@@ -51,6 +53,14 @@ def hamiltonian(shape: tuple[int, ...], wrap: tuple[bool, ...]) -> tuple[np.ndar
         column = rings[0]
     else:
         return _frozen(snake(shape)), False
+
+    line = min(long, key=lambda dim: shape[dim])
+    others = tuple(extent for dim, extent in enumerate(shape) if dim != line)
+    if len(long) == 3 and math.prod(others) % 2 == 0:
+        columns, _ = hamiltonian(others, (False,) * len(others))
+        up = np.arange(shape[line])
+        along = np.where(np.arange(len(columns))[:, None] % 2 == 0, up, up[::-1]).ravel()
+        return _frozen(np.insert(np.repeat(columns, len(up), axis=0), line, along, axis=1)), True
 
     rest = snake(tuple(extent for dim, extent in enumerate(shape) if dim != column))
     out = snake((len(rest), shape[column] - 1)) + np.array([0, 1])  # (row, place along the column's dim)

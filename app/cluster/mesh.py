@@ -63,6 +63,23 @@ def build_mesh(mesh: MeshConfig, devices: Sequence[jax.Device], *, slice_of: Sli
     return Mesh(paired.reshape([dcn[axis] * ici[axis] for axis in AXES]), AXES)
 
 
+def line_length(mesh: Mesh) -> int:
+    """Chips of the straight lines that `context` is made of, if it fills a 3D slice of whole cubes; 1 otherwise.
+
+    Ranks k n .. k n + n - 1 are then a line of n chips, gone up for even k and down for odd k (app.cluster.cycle).
+    """
+    ranks = mesh.devices[0, 0, :, 0, 0]
+    slice_size = sum(device_slice(device) == device_slice(ranks[0]) for device in mesh.devices.flat)
+    if len(ranks) < 64 or len(ranks) != slice_size or not hasattr(ranks[0], "coords"):
+        return 1
+    places = np.array([device.coords for device in ranks])
+    for length in sorted(set(np.ptp(places, axis=0) + 1)):
+        extents = np.ptp(places.reshape(-1, length, 3), axis=1) if len(ranks) % length == 0 else places
+        if length > 1 and (np.sort(extents, axis=1) == [0, 0, length - 1]).all():
+            return int(length)
+    return 1
+
+
 def sequence_order(mesh: Mesh) -> np.ndarray:
     """Devices [data, fsdp, tensor, P] of `mesh`, the last dim in sequence order (context major, expert minor)."""
     devices = np.moveaxis(mesh.devices, AXES.index("tensor"), 2)

@@ -71,34 +71,63 @@ def spec_axes(spec: PartitionSpec) -> set[str]:
     return {axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gather(shard: jax.Array, axes: MeshAxes, dim: int, compute_dtype: str, reduce_dtype: str) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def gather(
+    shard: jax.Array, axes: MeshAxes, dim: int, compute_dtype: str, reduce_dtype: str, line: int = 1
+) -> jax.Array:
     """A weight that is split along `dim` over `axes`, whole and in `compute_dtype`.
 
     The cast comes before the gather, so the wire carries the compute dtype; the gradient is reduce-scattered in
-    `reduce_dtype` (float32 by default: a sum over hundreds of ranks is where bfloat16 would lose it).
+    `reduce_dtype` (float32 by default: a sum over hundreds of ranks is where bfloat16 would lose it). line: see
+    `_phases`; it changes the way, not the result.
     """
-    return _gather(shard, axes, dim, compute_dtype)
+    return whole(shard, axes, dim, compute_dtype, line)
 
 
-def _gather(shard, axes, dim, compute_dtype):
-    # Axis by axis, the minor one first: libtpu turns a gather over all chips of a 3D torus into an all-reduce of the
-    # whole array, but not one over a part of them.
-    whole = shard.astype(compute_dtype)
-    for axis in reversed(axes):
-        whole = lax.all_gather(whole, axis, axis=dim, tiled=True)
-    return whole
+def whole(shard: jax.Array, axes: MeshAxes, dim: int, compute_dtype: str, line: int = 1) -> jax.Array:
+    """`gather` for those who have a rule of their own for the gradient: it must end in `reduce_scatter`."""
+    gathered = shard.astype(compute_dtype)
+    for axis, groups in reversed(_phases(axes, line)):  # the minor axis first
+        gathered = lax.all_gather(gathered, axis, axis=dim, tiled=True, axis_index_groups=groups)
+    return gathered
 
 
-def _gather_fwd(shard, axes, dim, compute_dtype, reduce_dtype):
-    return _gather(shard, axes, dim, compute_dtype), jnp.zeros((), shard.dtype)
-
-
-def _gather_bwd(axes, dim, compute_dtype, reduce_dtype, like, grad):
+def reduce_scatter(grad: jax.Array, axes: MeshAxes, dim: int, reduce_dtype: str, line: int = 1) -> jax.Array:
+    """This rank's part, along `dim`, of the sum over `axes` of a whole weight's gradients, in `reduce_dtype`."""
     grad = grad.astype(reduce_dtype)
+    for axis, groups in _phases(axes, line):
+        grad = lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+    return grad
+
+
+def _phases(axes: MeshAxes, line: int) -> list[tuple[str, list[list[int]] | None]]:
+    """The steps of a reduction over `axes`: mesh axis and groups of its ranks (None: all), those of most bytes first.
+
+    Axis by axis; and an axis that fills a slice with lines of `line` chips (app.cluster.mesh.line_length) over the
+    planes across these lines, then along the lines. libtpu turns a gather or reduction over all chips of a 3D torus
+    into an all-reduce of the whole array, with zeros filled in before, but not one over a plane or a line.
+    """
+    phases: list[tuple[str, list[list[int]] | None]] = []
     for axis in axes:
-        grad = lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True)
-    return (grad.astype(like.dtype),)
+        size = lax.axis_size(axis)
+        phases += [(axis, groups) for groups in planes_and_lines(size, line)] if 1 < line < size else [(axis, None)]
+    return phases
+
+
+def planes_and_lines(size: int, line: int) -> tuple[list[list[int]], list[list[int]]]:
+    """`size` ranks, `line` after `line` of them up and down a straight line: those of a plane across the lines, and
+    those of a line."""
+    lines = [list(range(start, start + line)) for start in range(0, size, line)]
+    planes = [[ranks[at if k % 2 == 0 else -1 - at] for k, ranks in enumerate(lines)] for at in range(line)]
+    return planes, lines
+
+
+def _gather_fwd(shard, axes, dim, compute_dtype, reduce_dtype, line):
+    return whole(shard, axes, dim, compute_dtype, line), jnp.zeros((), shard.dtype)
+
+
+def _gather_bwd(axes, dim, compute_dtype, reduce_dtype, line, like, grad):
+    return (reduce_scatter(grad, axes, dim, reduce_dtype, line).astype(like.dtype),)
 
 
 gather.defvjp(_gather_fwd, _gather_bwd)

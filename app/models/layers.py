@@ -35,6 +35,7 @@ class Runtime:
 
     rules: sharding.Rules = sharding.UNSHARDED
     sequence_slices: int = 1  # slices that the sequence spans: between them its links are slow
+    context_line: int = 1  # chips of a straight line of the context axis (app.cluster.mesh.line_length)
     precision: Precision = Precision()
     remat: str = "none"
     gdn_chunk: int = 64
@@ -80,9 +81,14 @@ def make_param(shape: tuple[int, ...], logical: tuple[str | None, ...], init: In
 def gathered(param: nnx.Param, runtime: Runtime) -> jax.Array:
     """The parameter with its whole width, in the compute dtype (see `sharding.gather`)."""
     logical = param.out_sharding[-param.ndim :]  # inside the scan over layers the leading dim is gone
+    return gathered_part(param[...], logical.index("width"), runtime)
+
+
+def gathered_part(part: jax.Array, dim: int, runtime: Runtime) -> jax.Array:
+    """The same of any array that is cut along `dim` like a parameter's width."""
     precision = runtime.precision
-    dim = logical.index("width")
-    return sharding.gather(param[...], runtime.rules.width, dim, precision.compute, precision.reduce)
+    axes, line = runtime.rules.width, runtime.context_line
+    return sharding.gather(part, axes, dim, precision.compute, precision.reduce, line)
 
 
 def rms_normalise(x: jax.Array, eps: float) -> jax.Array:

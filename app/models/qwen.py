@@ -3,6 +3,7 @@
 Letters: B batch, T time, D width, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -28,6 +29,9 @@ REMAT_POLICIES: dict[str, Callable] = {
         *gdn.STATE_NAMES, attention.OUT_NAME, attention.LSE_NAME
     ),
 }
+
+# A gathered embedding is the largest array of a model: it is looked up in so many parts, one after the other.
+EMBEDDING_PARTS = 8
 
 
 def rematerialised(apply: Callable, remat: str) -> Callable:
@@ -166,20 +170,29 @@ class Qwen(nnx.Module):
 
     def head(self) -> jax.Array:
         """The output projection [D, V / tensor] in the compute dtype, whole in its width."""
-        if self.config.tie_word_embeddings:
-            return layers.gathered(self.embed, self.runtime).T
-        return layers.gathered(self.lm_head, self.runtime)
+        return layers.gathered_part(self.head_part(), 0, self.runtime)
+
+    def head_part(self) -> jax.Array:
+        """This rank's part of it as it is stored, cut along D over `rules.width`."""
+        return self.embed[...].T if self.config.tie_word_embeddings else self.lm_head[...]
 
     def _embedded(self, tokens_BT):
-        """Rows of the embedding; each tensor rank looks up the part of the vocabulary that it holds."""
-        axes = self.runtime.rules.vocab
-        table_VD = layers.gathered(self.embed, self.runtime)
-        size, offset = table_VD.shape[0], 0
-        if axes:
-            offset = lax.axis_index(axes) * size
-        local_BT = tokens_BT - offset
-        mine_BT = (local_BT >= 0) & (local_BT < size)
-        # float32 rows: the gradient is a sum over all tokens with the same id, which bfloat16 would not hold.
-        rows_BTD = jnp.take(table_VD.astype(jnp.float32), jnp.where(mine_BT, local_BT, 0), axis=0)
-        rows_BTD = jnp.where(mine_BT[:, :, None], rows_BTD, 0.0).astype(table_VD.dtype)
+        """Rows of the embedding; each tensor rank looks up the part of the vocabulary that it holds, a piece of it at a
+        time: neither the gathered table nor its gradient ever exists whole."""
+        axes, part_VD = self.runtime.rules.vocab, self.embed[...]
+        pieces_NVD = part_VD.reshape(math.gcd(EMBEDDING_PARTS, part_VD.shape[0]), -1, part_VD.shape[1])
+        size, start = pieces_NVD.shape[1], lax.axis_index(axes) * part_VD.shape[0] if axes else 0
+
+        def add(rows_BTD, piece):
+            piece_VD, number = piece
+            table_VD = layers.gathered_part(piece_VD, 1, self.runtime)
+            local_BT = tokens_BT - (start + number * size)
+            mine_BT = (local_BT >= 0) & (local_BT < size)
+            # float32 rows: the gradient is a sum over all tokens with the same id, which bfloat16 would not hold.
+            found_BTD = jnp.take(table_VD.astype(jnp.float32), jnp.where(mine_BT, local_BT, 0), axis=0)
+            return rows_BTD + jnp.where(mine_BT[:, :, None], found_BTD, 0.0).astype(rows_BTD.dtype), None
+
+        zeros_BTD = jnp.zeros((*tokens_BT.shape, self.config.hidden_size), self.runtime.precision.compute)
+        numbers_N = jnp.arange(pieces_NVD.shape[0], dtype=jnp.int32)
+        rows_BTD, _ = lax.scan(add, zeros_BTD, (pieces_NVD, numbers_N))
         return sharding.leave_parallel(rows_BTD, axes)

@@ -32,7 +32,8 @@ ASSUMPTIONS = (
     "peak; kernels by bundles, both sides of a branch counted",
     "collectives at link rates over the physical topology plus 1 microsecond a hop; synchronous ones stop the core, "
     "asynchronous ones only where the schedule waits for them; the longest message decides",
-    "not counted: waiting for copies between HBM and VMEM, stragglers, the input pipeline",
+    "not counted: waiting for copies between HBM and VMEM, stragglers, the input pipeline, rounds of the experts' "
+    "exchange after the first",
 )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from app.cluster import sharding
 from app.cluster.sharding import MeshAxes
 from app.models.moe import Routing
 
@@ -22,14 +23,19 @@ def chunked_cross_entropy(
     chunk: int,
     z_weight: float = 0.0,
     vocab_axes: MeshAxes = (),
+    width_axes: MeshAxes = (),
+    reduce_dtype: str = "float32",
+    line: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """(loss, entropy): sums over this rank's tokens, float32 scalars, nats.
 
-    hidden [B,T,D] and head [D,V] in the compute dtype, targets [B,T] int32 (ids of the whole vocabulary), mask [B,T]
-    bool. loss = sum of cross entropy + z_weight x logsumexp^2 carries the gradient; entropy, without the z term and
-    without gradient, is for reports. Products of compute-dtype operands accumulate in float32. The largest buffers are
-    chunk x V logits and, for the gradient, one float32 [D,V]: it is formed chunk by chunk in the forward pass,
-    where the logits exist anyway (three products a chunk instead of four), and scaled by the cotangent later.
+    hidden [B,T,D] in the compute dtype, head [D,V] cut along D over `width_axes` (line: see `sharding.gather`), targets
+    [B,T] int32 (ids of the whole vocabulary), mask [B,T] bool. loss = sum of cross entropy + z_weight x logsumexp^2
+    carries the gradient; entropy, without the z term and without gradient, is for reports. Products of compute-dtype
+    operands accumulate in float32. The largest buffers are chunk x V logits, the gathered head and, for the gradient,
+    one float32 [D,V]: it is formed chunk by chunk in the forward pass, where the logits exist anyway (three products a
+    chunk instead of four), summed over the ranks at once in `reduce_dtype`, and scaled by the cotangent later, which
+    has to be the same on all ranks.
     """
     N = targets.size
     chunk = min(chunk, N)
@@ -37,7 +43,9 @@ def chunked_cross_entropy(
     hidden_ND = jnp.pad(hidden.reshape(N, -1), ((0, pad), (0, 0)))
     targets_N, mask_N = jnp.pad(targets.reshape(N), (0, pad)), jnp.pad(mask.reshape(N), (0, pad))
     hidden_NCD, targets_NC, mask_NC = (x.reshape(-1, chunk, *x.shape[1:]) for x in (hidden_ND, targets_N, mask_N))
-    loss, entropy = _summed(hidden_NCD, head, targets_NC, mask_NC, z_weight, vocab_axes)
+    loss, entropy = _summed(
+        hidden_NCD, head, targets_NC, mask_NC, z_weight, vocab_axes, (width_axes, reduce_dtype, line)
+    )
     return loss, lax.stop_gradient(entropy)
 
 
@@ -102,8 +110,15 @@ def _logits(hidden_CD, head_DV):
     return jnp.einsum("cd,dv->cv", hidden_CD, head_DV, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _summed(hidden_NCD, head_DV, targets_NC, mask_NC, z_weight, vocab_axes):
+def _whole(head, hidden, cut):
+    width_axes, _, line = cut
+    return sharding.whole(head, width_axes, 0, hidden.dtype.name, line)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _summed(hidden_NCD, head, targets_NC, mask_NC, z_weight, vocab_axes, cut):
+    head_DV = _whole(head, hidden_NCD, cut)
+
     def step(total, chunk):
         hidden_CD, targets_C, mask_C = chunk
         terms, _, _ = _chunk_terms(_logits(hidden_CD, head_DV), targets_C, mask_C, z_weight, vocab_axes)
@@ -113,7 +128,9 @@ def _summed(hidden_NCD, head_DV, targets_NC, mask_NC, z_weight, vocab_axes):
     return total[0], total[1]
 
 
-def _summed_fwd(hidden_NCD, head_DV, targets_NC, mask_NC, z_weight, vocab_axes):
+def _summed_fwd(hidden_NCD, head, targets_NC, mask_NC, z_weight, vocab_axes, cut):
+    head_DV = _whole(head, hidden_NCD, cut)
+
     def step(carry, chunk):
         total, grad_head_DV = carry
         hidden_CD, targets_C, mask_C = chunk
@@ -130,16 +147,16 @@ def _summed_fwd(hidden_NCD, head_DV, targets_NC, mask_NC, z_weight, vocab_axes):
         grad_head_DV += jnp.einsum("cd,cv->dv", hidden_CD, grad_CV, preferred_element_type=jnp.float32)
         return (total + terms, grad_head_DV), grad_CD.astype(hidden_CD.dtype)
 
+    width_axes, reduce_dtype, line = cut
     start = jnp.zeros(2, jnp.float32), jnp.zeros(head_DV.shape, jnp.float32)
     (total, grad_head_DV), grad_hidden_NCD = lax.scan(step, start, (hidden_NCD, targets_NC, mask_NC))
-    return (total[0], total[1]), (grad_hidden_NCD, grad_head_DV)
+    grad_head = sharding.reduce_scatter(grad_head_DV, width_axes, 0, reduce_dtype, line).astype(head.dtype)
+    return (total[0], total[1]), (grad_hidden_NCD, grad_head)
 
 
-def _summed_bwd(z_weight, vocab_axes, residuals, grads):
-    grad_hidden_NCD, grad_head_DV = residuals
-    scale, dtype = grads[0], grad_hidden_NCD.dtype
-    grad_hidden_NCD = (grad_hidden_NCD.astype(jnp.float32) * scale).astype(dtype)
-    return grad_hidden_NCD, (grad_head_DV * scale).astype(dtype), None, None
+def _summed_bwd(z_weight, vocab_axes, cut, residuals, grads):
+    scaled = ((grad.astype(jnp.float32) * grads[0]).astype(grad.dtype) for grad in residuals)
+    return *scaled, None, None
 
 
 _summed.defvjp(_summed_fwd, _summed_bwd)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.cluster import sharding
+from app.cluster.mesh import line_length
 from app.config import Config, ConfigError
 from app.models import params as model_params
 from app.models.layers import Precision, Runtime
@@ -78,7 +79,8 @@ class Program:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self.runtime = runtime_of(config, mesh.devices.flat[0].platform)
+        runtime = runtime_of(config, mesh.devices.flat[0].platform)
+        self.runtime = dataclasses.replace(runtime, context_line=line_length(mesh))
         self.specs = model_params.describe(config.model, self.runtime)
         self.partitions = {name: spec.partition for name, spec in self.specs.items()}
         self.direction = optim.direction(config.optimizer, self.specs)
@@ -157,12 +159,15 @@ class Program:
             chunk=self.config.loss.chunk,
             z_weight=self.config.loss.z_weight,
             vocab_axes=self.runtime.rules.vocab,
+            width_axes=self.runtime.rules.width,
+            reduce_dtype=self.runtime.precision.reduce,
+            line=self.runtime.context_line,
         )
-        first = cross_entropy(hidden, model.head(), batch["targets"], batch["loss_mask"])
+        first = cross_entropy(hidden, model.head_part(), batch["targets"], batch["loss_mask"])
         if not self.runtime.mtp:
             return first, None, routings
         further, more = model.second_hidden(hidden, batch["targets"], batch["positions"], batch["segment_ids"])
-        return first, cross_entropy(further, model.head(), *self._second_targets(batch)), routings + more
+        return first, cross_entropy(further, model.head_part(), *self._second_targets(batch)), routings + more
 
     def _second_targets(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return second_targets(batch["targets"], batch["loss_mask"], self.runtime.time_axis)

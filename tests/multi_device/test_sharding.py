@@ -11,8 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 from app.cluster import sharding
 
 
+@pytest.mark.parametrize("line", [1, 2, 4])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_gather_and_its_gradient(dim):
+def test_gather_and_its_gradient(dim, line):
     """Every rank multiplies the whole weight by a matrix of its own; the gradient is the sum of these, cut again."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(1, 8), ("fsdp", "context"))
     rng = np.random.default_rng(0)
@@ -22,7 +23,7 @@ def test_gather_and_its_gradient(dim):
 
     def body(shard, mine):
         def loss(shard):
-            whole = sharding.gather(shard, ("fsdp", "context"), dim, "float32", "float32")
+            whole = sharding.gather(shard, ("fsdp", "context"), dim, "float32", "float32", line)
             return jnp.sum(whole * mine[0]), whole
 
         (_, whole), gradient = jax.value_and_grad(loss, has_aux=True)(shard)

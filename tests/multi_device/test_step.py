@@ -6,6 +6,7 @@ doubled sum over ranks shows. Not covered here: speed, more than one process.
 
 import functools
 import re
+from collections import Counter
 
 import jax
 import numpy as np
@@ -16,7 +17,9 @@ from jax.sharding import Mesh, PartitionSpec
 from app.cluster import sharding
 from app.cluster.mesh import AXES, build_mesh, check_sequence_order
 from app.config import ConfigError
+from app.models import params as model_params
 from app.ops import self_check
+from app.planning import hlo
 from app.training.step import Program
 from tests.tiny import EXPERTS, tiny_config
 
@@ -142,6 +145,20 @@ def test_a_sum_too_many_is_seen(monkeypatch):
     gradient, _, _ = run(**{"mesh.fsdp": 1, "mesh.tensor": 2})
     name = "final_norm.weight"
     np.testing.assert_allclose(gradient[name], 2 * wanted[name], rtol=1e-3, atol=1e-7)
+
+
+def test_weights_move_as_often_as_the_formula_says():
+    """By the planner's count of the compiled program: each is gathered once (the loop over layers has one trip here, so
+    XLA gives the backward the forward's) and its gradient is reduce-scattered once, in float32."""
+    cut = CUTS["context 8"]
+    module, moved = hlo.Module.parse(run(**cut)[2]), Counter()
+    for x, inside, times in module.executed():
+        if x.collective in ("all-gather", "reduce-scatter"):
+            one = hlo.exchange(x, inside, 8)
+            moved[one.kind] += times * one.bytes * (len(one.groups[0]) > 1)
+    specs = model_params.describe(tiny_config(**cut).model).values()
+    weights = 4 * sum(np.prod(spec.shape) for spec in specs if "width" in spec.logical)
+    assert moved["all-gather"] == moved["reduce-scatter"] == weights
 
 
 def test_the_sequence_is_never_gathered():

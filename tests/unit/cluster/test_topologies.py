@@ -7,8 +7,16 @@ import pytest
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh
 
+from app.cluster import sharding
 from app.cluster.hardware import GENERATIONS, find_generation, parse_topology
-from app.cluster.mesh import AXES, build_mesh, check_sequence_order, sequence_neighbours_report, sequence_order
+from app.cluster.mesh import (
+    AXES,
+    build_mesh,
+    check_sequence_order,
+    line_length,
+    sequence_neighbours_report,
+    sequence_order,
+)
 from app.config import ConfigError, DcnConfig, MeshConfig
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (TPU topologies)")
@@ -84,6 +92,27 @@ def test_the_sequence_is_a_cycle_of_physical_neighbours(topology, sizes):
     report = sequence_neighbours_report(mesh)
     assert report.ranks == sizes.get("context", 1) * sizes.get("expert", 1)
     assert report.is_cycle and report.closing_hops <= 1 and report.far_pairs == 0, report
+
+
+@pytest.mark.parametrize("topology, length", [("v5p:8x8x4", 4), ("v5p:4x4x4", 4), ("v5p:8x8x8", 8)])
+def test_a_whole_slice_is_lines_and_planes_across_them(topology, length):
+    """Weights are gathered along lines, then over planes: each a box of chips, or its ranks would share their links."""
+    mesh = build(topology, context=-1)
+    assert line_length(mesh) == length
+    places = np.array([device.coords for device in mesh.devices.ravel()])
+    planes, lines = sharding.planes_and_lines(len(places), length)
+    assert all(sorted(np.ptp(places[ranks], axis=0)) == [0, 0, length - 1] for ranks in lines)
+    assert all(len(np.unique(places[ranks], axis=0)) == len(places) // length for ranks in planes)
+    assert all(min(np.ptp(places[ranks], axis=0)) == 0 for ranks in planes)
+    assert sorted(np.ravel(planes)) == sorted(np.ravel(lines)) == list(range(len(places)))
+
+
+@pytest.mark.parametrize(
+    "topology, sizes",
+    [("v5p:8x8x4", {"fsdp": 4, "context": 64}), ("v5p:2x4x4", {"context": 32}), ("v6e:16x16", {"context": 256})],
+)
+def test_part_of_a_slice_and_a_flat_one_are_gathered_at_once(topology, sizes):
+    assert line_length(build(topology, **sizes)) == 1
 
 
 def test_hops_counted_by_hand_on_a_torus():

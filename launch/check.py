@@ -86,6 +86,10 @@ def _job(name: str, job: Dict) -> Iterator[str]:
                 yield f"{where}: podFailurePolicy names the container {container!r}, which the pod does not have"
     if "terminationGracePeriodSeconds" not in pod:
         yield f"{where}: terminationGracePeriodSeconds is missing: 30 seconds are too short for a checkpoint"
+    buckets = any(volume.get("csi", {}).get("driver", "").startswith("gcsfuse") for volume in pod.get("volumes", ()))
+    annotations = spec["template"].get("metadata", {}).get("annotations", {})
+    if buckets and annotations.get("gke-gcsfuse/volumes") != "true":
+        yield f"{where}: the annotation gke-gcsfuse/volumes is missing: its pods would wait for their buckets for ever"
     if (topology := _slice(job)) is not None:
         yield from _tpus(where, spec, replicas, topology)
 

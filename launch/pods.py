@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.job import Job, literal
+from launch.job import MEMORY, Job, literal
 
 Dict = dict[str, Any]
 
@@ -75,6 +75,10 @@ def main_container(job: Job, env: Sequence[Dict], resources: Dict) -> Dict:
 
 
 USER = 1000  # Dockerfile makes it
+# On machines of this size gcsfuse would cache names for ever, and hosts not see each other's files.
+GCSFUSE_OPTIONS = (
+    "implicit-dirs", f"uid={USER}", f"gid={USER}", "metadata-cache:ttl-secs:0", "metadata-cache:negative-ttl-secs:0",
+)  # fmt: skip
 LEAST_PRIVILEGE = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -102,9 +106,12 @@ def storage(job: Job) -> Dict:
     for name, path in _volume_names(job).items():
         target = job.mounts[path]
         if target.startswith("gs://"):
-            options = f"implicit-dirs,uid={USER},gid={USER}"
-            attributes = {"bucketName": target.removeprefix("gs://"), "mountOptions": options}
+            attributes = {"bucketName": target.removeprefix("gs://"), "mountOptions": ",".join(GCSFUSE_OPTIONS)}
+            if job.host_network:  # as the pod's own service account there too, not as the machine's
+                attributes["hostNetworkPodKSA"] = "true"
             source: Dict = {"csi": {"driver": GCSFUSE, "volumeAttributes": attributes}}
+        elif target == MEMORY:
+            source = {"hostPath": {"path": "/dev/shm", "type": "Directory"}}  # every user may write there
         else:
             source = {"persistentVolumeClaim": {"claimName": target.removeprefix("pvc:")}}
         made.append({"name": name, **source})
@@ -113,8 +120,11 @@ def storage(job: Job) -> Dict:
 
 
 def pod_annotations(job: Job) -> Dict:
-    """gcsfuse adds its sidecar where a pod says so."""
-    return {"gke-gcsfuse/volumes": "true"} if any(to.startswith("gs://") for to in job.mounts.values()) else {}
+    """gcsfuse adds its sidecar where a pod says so; "0": no limit, its own (256 MiB) is too low for a checkpoint."""
+    if not any(target.startswith("gs://") for target in job.mounts.values()):
+        return {}
+    limits = {f"gke-gcsfuse/{kind}-limit": "0" for kind in ("cpu", "memory", "ephemeral-storage")}
+    return {"gke-gcsfuse/volumes": "true", **limits}
 
 
 def pod_spec(job: Job, **more: Any) -> Dict:

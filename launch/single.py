@@ -49,6 +49,9 @@ def pathways_job(job: Job) -> Dict:
     }
     if job.flags.priority:
         worker["priorityClassName"] = job.flags.priority
+    own = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")  # of the controller
+    if more := {key: value for key, value in pods.tpu_nodes(job)["nodeSelector"].items() if key not in own}:
+        worker["nodeSelector"] = more
     pod = {
         "metadata": {"annotations": pods.pod_annotations(job)},
         "spec": pods.pod_spec(
@@ -124,6 +127,7 @@ def _manager(job: Job) -> Dict:
             "--node_type=resource_manager",
             f"--instance_count={job.slices}",
             f"--instance_type={instance}",
+            "--enable_gcs_olm=false",  # a rule to clean up the bucket, for which it would have to be its administrator
         ],
         env=[
             pods.from_field("REPLICATED_JOB_NAME", _ANNOTATION.format("replicatedjob-name")),

@@ -29,11 +29,37 @@ coordinator() {
   echo "$found:8476"
 }
 
+# Every path of MOUNTS is there: buckets through gcsfuse, `host` ones by whoever set the machines up.
+mounts() {
+  local mount path
+  for mount in ${settings[MOUNTS]}; do
+    path=${mount%%=*}
+    if [[ $mount == *=gs://* ]] && ! mountpoint --quiet "$path"; then
+      sudo mkdir -p "$path"
+      # No cache of names: hosts must see each other's files.
+      sudo gcsfuse -o allow_other --uid "$(id -u)" --gid "$(id -g)" --implicit-dirs --metadata-cache-ttl-secs 0 \
+        "${mount#*=gs://}" "$path"
+    fi
+    [[ -d $path ]] || { echo "$path is not there: mount it on every VM" >&2; return 1; }
+  done
+}
+
+install_gcsfuse() {
+  local key=/usr/share/keyrings/cloud.google.asc site=https://packages.cloud.google.com/apt
+  curl --silent --fail "$site/doc/apt-key.gpg" | sudo tee "$key" >/dev/null
+  echo "deb [signed-by=$key] $site gcsfuse-$(lsb_release --codename --short) main" |
+    sudo tee /etc/apt/sources.list.d/gcsfuse.list >/dev/null
+  sudo apt-get update --quiet
+  sudo apt-get install --quiet --yes gcsfuse
+}
+
 alive() {
   [[ -s $pid_file ]] && kill -0 "$(<"$pid_file")" 2>/dev/null
 }
 
 setup() {
+  [[ ${settings[MOUNTS]} != *=gs://* ]] || command -v gcsfuse >/dev/null || install_gcsfuse
+  mounts
   if [[ ${settings[IMAGE]} ]]; then
     local registry=${settings[IMAGE]%%/*}
     if [[ $registry == *.pkg.dev || $registry == *gcr.io ]]; then
@@ -80,6 +106,7 @@ start() {
     echo "already running"
     return
   fi
+  mounts
   rm -f "$stop_file" "$status_file"
   # A killed process leaves this behind; one that still holds the chips must keep it.
   [[ $(sudo lsof -t /dev/accel* /dev/vfio/* 2>/dev/null) ]] || sudo rm -f /tmp/libtpu_lockfile

@@ -1,6 +1,8 @@
 """The settings that launch/tpu_vm.sh works from: NAME=VALUE lines, read by it as text and never run."""
 
-from launch.job import Job, shell
+import shlex
+
+from launch.job import MEMORY, Job
 from launch.xla_flags import flags_for
 
 # Software of the virtual machines, by generation, as the Cloud TPU API names it.
@@ -33,6 +35,7 @@ def settings(job: Job) -> str:
         "RESERVATION": job.flags.reservation,
         "SERVICE_ACCOUNT": job.flags.service_account,
         "IMAGE": job.flags.image,
+        "MOUNTS": " ".join(f"{path}={target}" for path, target in job.mounts.items() if target != MEMORY),
         "GRACE_SECONDS": job.flags.grace_seconds,
         "MAX_RESTARTS": job.restarts,
         "COMMAND": _command(job, env),
@@ -45,8 +48,10 @@ def _command(job: Job, env: dict[str, str]) -> str:
     JAX_COORDINATOR_ADDRESS from the node's own environment."""
     pairs = [f"{name}={value}" for name, value in env.items()]
     if not job.flags.image:
-        return shell(["env", *pairs, ".venv/bin/python", "-m", *job.command])
+        return shlex.join(["env", *pairs, ".venv/bin/python", "-m", *job.command])
     name = f"--name={job.flags.name}"
     options = ["--rm", "--init", name, "--privileged", "--net=host", "--shm-size=16g", "--user=0"]
-    variables = [f"--env={pair}" for pair in ("JAX_COORDINATOR_ADDRESS", *pairs)]
-    return shell(["docker", "run", *options, *variables, "--entrypoint=python", job.flags.image, "-m", *job.command])
+    sources = {path: "/dev/shm" if target == MEMORY else path for path, target in job.mounts.items()}
+    options += [f"--volume={source}:{path}" for path, source in sources.items()]
+    options += [f"--env={pair}" for pair in ("JAX_COORDINATOR_ADDRESS", *pairs)]
+    return shlex.join(["docker", "run", *options, "--entrypoint=python", job.flags.image, "-m", *job.command])

@@ -15,7 +15,7 @@
 set -euo pipefail
 
 readonly NAMES=" NAME PROJECT ZONE SLICES HOSTS TYPE TOPOLOGY RUNTIME_VERSION SPOT RESERVATION SERVICE_ACCOUNT IMAGE \
-GRACE_SECONDS MAX_RESTARTS COMMAND "
+MOUNTS GRACE_SECONDS MAX_RESTARTS COMMAND "
 readonly POLL_SECONDS=${TPU_VM_POLL_SECONDS:-30}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 readonly here
@@ -52,6 +52,11 @@ read_settings() {
   done <"$1"
   for name in $NAMES; do
     [[ -v settings[$name] ]] || { echo "tpu_vm.sh: $1 lacks $name: render it again" >&2; exit 2; }
+  done
+  # What becomes part of a command or of arithmetic, which bash would evaluate.
+  [[ ${settings[NAME]} =~ ^[a-z][-a-z0-9]*$ ]] || { echo "tpu_vm.sh: $1: NAME=${settings[NAME]}: no name" >&2; exit 2; }
+  for name in SLICES HOSTS GRACE_SECONDS MAX_RESTARTS; do
+    [[ ${settings[$name]} =~ ^[0-9]+$ ]] || { echo "tpu_vm.sh: $1: $name=${settings[$name]}: no number" >&2; exit 2; }
   done
 }
 

@@ -28,19 +28,18 @@ class MetricsLog:
             scratch = self._path.with_suffix(".tmp")
             scratch.write_text("".join(f"{line}\n" for line in kept))
             scratch.replace(self._path)
-        self._file: TextIO = self._path.open("a", buffering=1)
         self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
 
     def write(self, step: int, numbers: Mapping[str, Number]) -> None:
         """Numbers that are not finite are written as null, since json has no NaN."""
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        with self._path.open("a") as file:  # a mounted bucket shows a file only after it is closed
+            file.write(json.dumps({"step": step, **finite}) + "\n")
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -72,7 +72,7 @@ def script():
         '$as_user "${ENTRYPOINT[@]}" --config=configs/demo.py --workdir=/tmp/run --config.steps=2 --config.seq_len=64 '
         "--config.eval.batches=1",
         "$as_user python -m launch.preflight --config=configs/demo.py --workdir=/tmp/run",
-        "$as_user python -c 'import libtpu, pathwaysutils; print(\"extras are there\")'",
+        "$as_user python -c 'import gcsfs, libtpu, pathwaysutils; print(\"extras are there\")'",
         "$as_user bash -c 'echo runs as $(id -u)'",
         "! ls -d tests .git 2>/dev/null",
         "! $as_user touch app/x 2>/dev/null",

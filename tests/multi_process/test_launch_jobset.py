@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -15,11 +16,12 @@ from launch.render import render
 from tests.multi_process.jobset_standin import JobSet, kill
 from tests.tiny import TINY
 
-STEPS = 32
+STEPS = 24
 # 2 slices of v5p:2x2x2, two hosts of four chips each: 16 chips. Here a host is one CPU device.
 LAUNCH = ("--config=configs/demo.py", "--target=gke-jobset", "--topology=v5p:2x2x2", "--name=demo", "--image=i",
-          "--mounts=/runs=pvc:runs", "--workdir=/runs/demo", "--grace_seconds=10", "--max_restarts=4")  # fmt: skip
-SIZES = {**TINY, "steps": STEPS, "global_batch": 16, "checkpoint.every_steps": 3, "eval.every_steps": 0,
+          "--mounts=/runs=pvc:runs", "--workdir=/runs/demo", "--grace_seconds=3", "--max_restarts=4")  # fmt: skip
+SIZES = {**TINY, "steps": STEPS, "global_batch": 16, "checkpoint.every_steps": 2, "eval.every_steps": 0,
+         "model.num_hidden_layers": 2, "model.full_attention_interval": 2,
          "data.path": "/runs/corpus", "data.source": "", "data.holdout": 0,
          "mesh.data": 2, "mesh.dcn.data": 2, "mesh.cpu_devices": 0,
          "log.tensorboard": False}  # fmt: skip
@@ -32,9 +34,7 @@ def jobset(folder, *more, **changes):
     environ = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONUNBUFFERED": "1",  # as in the image: what a killed pod said is there
     }
     return JobSet(manifest, folder, {"/runs": folder / "runs"}, environ)
 
@@ -43,6 +43,10 @@ def losses(folder):
     path = folder / "runs" / "demo" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {line["step"]: line["loss"] for line in lines}
+
+
+def steps_saved(folder):
+    return [int(path.name) for path in (folder / "runs" / "demo" / "checkpoints").glob("*") if path.name.isdecimal()]
 
 
 def test_jax_finds_the_processes_in_what_a_pod_gets(tmp_path, monkeypatch):
@@ -73,23 +77,26 @@ def test_a_killed_host_restarts_the_whole_job_which_goes_on(tmp_path):
     straight, killed = jobset(tmp_path / "straight"), jobset(tmp_path / "killed")
     for run in (straight, killed):
         shutil.copytree(tmp_path / "corpus", run.folder / "runs" / "corpus")
-    assert straight.run() == "Complete", straight.logs()
+    assert straight.run(timeout=900) == "Complete", straight.logs()
     assert straight.restarts == 0
 
-    victims = []
+    saved = []  # by kill: the newest checkpoint then
 
     def disturb(running):
-        """After every six new steps, the next host."""
+        """The next host, as soon as there are three new steps and a new checkpoint."""
+        newest = max(steps_saved(tmp_path / "killed"), default=0)
         done = max(losses(tmp_path / "killed"), default=0)
-        if len(victims) == running.restarts < 4 and done >= 6 * (len(victims) + 1):
-            victims.append(done)
-            kill(running.pods[len(victims) - 1])
+        if len(saved) == running.restarts < 4 and newest > max(saved, default=0) and done >= 3 * (len(saved) + 1):
+            saved.append(newest)
+            kill(running.pods[len(saved) - 1])
 
-    assert killed.run(disturb) == "Complete", killed.logs()
-    assert killed.restarts == 4 and len(victims) == 4
-    assert "resumed from step" in killed.pods[0].output.read_text()
+    assert killed.run(disturb, timeout=1500) == "Complete", killed.logs()
+    assert killed.restarts == len(saved) == 4, saved
+    for restart, least in enumerate(saved, start=1):
+        said = re.search(r"resumed from step (\d+)", (killed.folder / f"demo-slice-job-0-0.{restart}.log").read_text())
+        assert said and int(said[1]) >= least
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
-    assert len(losses(tmp_path / "killed")) == STEPS
+    assert list(losses(tmp_path / "killed")) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow

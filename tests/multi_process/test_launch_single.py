@@ -17,6 +17,7 @@ from tests.tiny import TINY
 STEPS = 6
 FLAGS = {**TINY, "steps": STEPS, "global_batch": 8, "checkpoint.every_steps": 3, "eval.every_steps": 0,
          "mesh.data": 2, "mesh.dcn.data": 2, "mesh.fsdp": 2, "mesh.context": 2, "data.source": "",
+         "model.num_hidden_layers": 2, "model.full_attention_interval": 2,
          "log.tensorboard": False}  # fmt: skip
 PROXY_OF_CPUS = (
     "import sys\n"
@@ -54,7 +55,7 @@ def single(corpus, workdir, **changes):
     environ = {**os.environ, "JAX_PLATFORMS": "proxy", "JAX_BACKEND_TARGET": "grpc://localhost:29000"}
     given = arguments(corpus, workdir, **{"controller": "single", "mesh.cpu_devices": 0, **changes})
     command = [sys.executable, "-c", PROXY_OF_CPUS, *given]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.slow
@@ -71,7 +72,7 @@ def test_one_controller_trains_as_four_processes_do(corpus, tmp_path):
         )
         for process in range(4)
     ]  # fmt: skip
-    outputs = [peer.communicate(timeout=500)[0] for peer in peers]
+    outputs = [peer.communicate(timeout=900)[0] for peer in peers]
     assert [peer.returncode for peer in peers] == [0] * 4, outputs
 
     one, four = metrics(tmp_path / "single"), metrics(tmp_path / "multi")

@@ -7,8 +7,8 @@ from launch.render import render
 
 GOLDEN = Path(__file__).parent / "golden"
 DIGEST = "europe-docker.pkg.dev/my-project/longscan/trainer@sha256:" + "0123456789abcdef" * 4
-COMMON = ("--workdir=/runs/lc-1m", f"--image={DIGEST}", "--mounts=/data=gs://my-corpus,/runs=gs://my-runs",
-          "--config.data.path=/data/prepared", "--service_account=trainer", "--name=lc-1m")  # fmt: skip
+COMMON = ("--workdir=gs://my-runs/lc-1m", f"--image={DIGEST}", "--config.data.path=gs://my-corpus/prepared",
+          "--service_account=trainer", "--name=lc-1m")  # fmt: skip
 TOPOLOGIES = {"v5p": "v5p:4x4x8", "v6e": "v6e:8x16"}  # 128 chips
 
 

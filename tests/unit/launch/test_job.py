@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shlex
 import stat
 import subprocess
@@ -10,8 +11,9 @@ import sys
 import pytest
 import yaml
 
-from app.config import ConfigError
+from app.config import ConfigError, key_types
 from launch import render
+from launch.inputs import FLAGS, TARGETS
 from launch.job import read_job
 from tests.unit.launch import cases
 
@@ -49,18 +51,36 @@ def refusal(*arguments):
         (("--config.mesh.cpu_devices=8",), ("mesh.cpu_devices=8",)),
         (("--target=gke",), ("--target='gke'", "gke-jobset")),
         (("--program=eval",), ("--program='eval'",)),
-        (("--workdir=/other/a",), ("lost with the container", "--mounts")),
-        (("--workdir=gs://my-runs/a",), ("gs:// cannot be appended to", "--mounts=/runs")),
-        (("--cache=/tmp/cache",), ("--cache=/tmp/cache is lost",)),
+        (("--workdir=/other/a",), ("--workdir=/other/a is in no mount", "gs://BUCKET/...", "--mounts")),
+        (("--config.compile_cache=/tmp/cache",), ("compile_cache=/tmp/cache is in no mount",)),
         (("--config.data.path=/elsewhere",), ("data.path=/elsewhere",)),
-        (("--config.data.path=gs://bkt/p",), ("mount the bucket",)),
+        (("--config.data.tokenizer=/data/../etc/x",), ("data.tokenizer='/data/../etc/x'", "not of the form")),
+        (("--config.init_from=weights",), ("init_from='weights' is not of the form",)),
+        (("--mounts=/usr=gs://bkt",), ("/usr would hide",)),
+        (("--mounts=/gcs/my-runs=pvc:x",), ("/gcs/my-runs would hide",)),
+        (("--mounts=/data=gs://bkt,/data/x=gs://bkt2",), ("/data/x lies in the mount /data",)),
+        (("--config.checkpoint.local_directory=/tmp/x",), ("/tmp/x would hide",)),
+        (("--config.checkpoint.local_directory=/local", "--workdir=/local/x"), ("--workdir=/local/x is in no mount",)),
+        (("--config.checkpoint.local_directory=x",), ("checkpoint.local_directory='x' is not of the form",)),
+        (("--mounts=/data=host",), ("/data=host is not for --target=gke-jobset",)),
+        (("--service_account=a@b.c",), ("--service_account=a@b.c", "Kubernetes service account")),
+        (("--reservation=p/r",), ("--reservation=p/r",)),
+        (("--form=pathwaysjob", "--scratch=gs://bkt/x"), ("--form means nothing", "--scratch means nothing")),
+        (("--zone=us-east5-a",), ("--zone means nothing to --target=gke-jobset",)),
+        (("--max_restarts=99999999999999",), ("must be between 0 and 1000000",)),
+        (("--image=Registry/Name",), ("--image='Registry/Name'",)),
+        (("--workdir=gs://B/x",), ("--workdir='gs://B/x'",)),
+        (("--workdir=gs://my-runs/ä",), ("--workdir='gs://my-runs/ä'",)),
         (("--name=LC_1m",), ("--name='LC_1m'",)),
         (("--name=" + "a" * 45,), ("45 characters", "at most 42")),
         (("-image",), ("--image is missing",)),
         (("--max_restarts=-1",), ("--max_restarts=-1",)),
+        (("--topology=v5p:99999999999x4x4",), ("99999999999x4x4", "no such slice")),
+        (("--slices=" + "9" * 5000,), ("expected an integer",)),
         (("--env=TPU_WORKER_ID=0",), ("TPU_WORKER_ID is set by",)),
         (("--env=LIBTPU_INIT_ARGS=x",), ("LIBTPU_INIT_ARGS",)),
         (("--env=A=1,A=2",), ("A is given twice",)),
+        (("--env=A=1,2",), ("the part of '2'", "NAME=VALUE")),
         (("--env=A=1", "--secrets=A=s/k"), ("both set A",)),
         (("--mounts=/data=nfs",), ("--mounts: the part of '/data'", "pvc:CLAIM")),
         (("--config=/etc/passwd.py",), ("no such file",)),
@@ -80,12 +100,24 @@ def test_a_config_that_the_image_does_not_hold_is_refused(tmp_path):
 
 def test_pathways_and_tpu_vm_have_rules_of_their_own():
     pathways = cases.arguments("gke-pathways", "v5p", 1)
-    mounted = "--mounts=/data=gs://my-corpus,/runs=pvc:runs"
-    assert "mount a bucket above it" in refusal(*changed(pathways, mounted))
+    claimed = ("--workdir=/runs/x", "--mounts=/runs=pvc:runs")
+    assert "use gs://BUCKET/PATH" in refusal(*changed(pathways, *claimed))
+    local = "--config.checkpoint.directory=/gcs/my-runs/x"
+    assert "workers write to gs:// only" in refusal(*changed(pathways, local))
+    assert "--head_pool" in refusal(*changed(pathways, "--form=pathwaysjob", "--head_pool=mine"))
     assert "at most 22" in refusal(*changed(pathways, "--name=" + "a" * 23))
-    vm = ["--target=tpu-vm", "--topology=tpu7x:2x2x2", "--queue=q"]
+    vm = ["--target=tpu-vm", "--topology=tpu7x:2x2x2", "--queue=q", "--mounts=/data=pvc:x", "--service_account=x"]
     message = refusal(*changed(DEMO, *vm))
-    assert all(word in message for word in ("tpu7x", "--project is missing", "--zone", "--queue", "--mounts"))
+    words = ("tpu7x", "--project is missing", "--zone", "--queue", "/data=pvc:x is not for", "--service_account=x")
+    assert all(word in message for word in words)
+
+
+def test_a_single_controller_is_set_by_its_target_alone():
+    """So rules for it hold without --config.controller, and another one is not overruled in silence."""
+    job = read_job(cases.arguments("gke-pathways", "v5p", 2, "--config.elastic.min_slices=1"))
+    assert job.config.controller == "single" and "--config.controller=single" in job.command
+    message = refusal(*cases.arguments("gke-pathways", "v5p", 2, "--config.controller=multi"))
+    assert "controller='multi' with --target=gke-pathways" in message
 
 
 def test_all_problems_at_once_and_exit_status_2(capsys):
@@ -103,7 +135,24 @@ HOSTILE = [
 ESCAPED = ["$(reboot)", "$$(A)", "`id`; rm -rf /", "a' b\" c", "{a: b}", "#x", "- y", "*alias", "!!int 3"]
 
 
-NAMES = ("name", "workdir", "image", "namespace", "queue", "priority", "service_account", "reservation", "cache")
+def test_any_text_in_any_place_makes_a_manifest_or_a_message(capsys):
+    """Up to three flags or keys with texts drawn from all that is odd, and from what is right elsewhere."""
+    draw = random.Random(1)
+    odd = [*HOSTILE, *ESCAPED, "", "0", "-1", "3", "9" * 30, "nan", "true", "a" * 300, "ä", "\udcff", "\x00", "//",
+           "/data/x", "../x", "gs://b", "gs://bkt/a/../b", "A=1,A=2", "/x=gs://bkt", "/x=host", "s/k", "v6e:2x4",
+           "v5e:1x1", "tpu7x:4x4x4", "v5p:0x0x0", *TARGETS, "pathwaysjob", "preflight", "configs/demo.py"]  # fmt: skip
+    names = [*(flag.name for flag in FLAGS if flag.name != "apply"), *(f"config.{key}" for key in key_types())]
+    bases = [JOBSET, cases.arguments("gke-pathways", "v6e", 1), cases.arguments("gke-jobset", "v6e", 1)]
+    statuses = set()
+    for _ in range(150):
+        more = [f"--{draw.choice(names)}={draw.choice(odd)}" for _ in range(draw.choice((1, 1, 2, 3)))]
+        statuses.add(status := render.main(changed(draw.choice(bases), *more)))
+        out, err = capsys.readouterr()
+        assert bool(yaml.safe_load(out)) == (status == 0) and (status == 0 or (status == 2 and err.strip())), more
+    assert statuses == {0, 2}
+
+
+NAMES = ("name", "workdir", "image", "namespace", "queue", "priority", "service_account", "reservation", "xla_flags")
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -138,16 +187,37 @@ def expanded(text, names):
     return out
 
 
-def test_a_line_break_in_a_value_is_refused():
-    assert "--env" in refusal(*changed(JOBSET, "--env=NOTE=a\nb"))
+@pytest.mark.parametrize("text", ["a\nIMAGE=b", "a\x00b", "\udcff", "a\x85b", "\u2028"])
+def test_what_cannot_be_printed_is_refused(text):
+    """A line break would be a setting of its own for tpu_vm.sh."""
+    for more in (f"--env=NOTE={text}", f"--config.data.weights={text}"):
+        assert more.partition("=")[0] in refusal(*changed(JOBSET, more))
+
+
+def test_a_bucket_is_mounted_where_its_address_stands():
+    """Paths inside the pod are those of the mount; a mount of the user's own is used instead of a second one."""
+    more = ("--config.data.tokenizer=gs://my-corpus/t.json", "--config.init_from=gs://weights/step",
+            "--config.compile_cache=gs://my-runs/cache")  # fmt: skip
+    job = read_job(changed(JOBSET, *more))
+    assert job.mounts == {f"/gcs/{name}": f"gs://{name}" for name in ("my-corpus", "my-runs", "weights")}
+    assert job.cache == "/gcs/my-runs/cache" and job.workdir == "/gcs/my-runs/lc-1m"
+    assert "--workdir=/gcs/my-runs/lc-1m" in job.command
+    inside = {"data.path": "my-corpus/prepared", "data.tokenizer": "my-corpus/t.json", "init_from": "weights/step"}
+    assert all(f"--config.{key}=/gcs/{path}" in job.command for key, path in inside.items())
+    own = read_job(changed(JOBSET, "--mounts=/runs=gs://my-runs,/spare=pvc:x"))
+    assert own.mounts == {"/runs": "gs://my-runs", "/spare": "pvc:x", "/gcs/my-corpus": "gs://my-corpus"}
+    assert own.workdir == "/runs/lc-1m" and own.cache == "/runs/lc-1m/xla_cache"
+    pathways = read_job(cases.arguments("gke-pathways", "v5p", 1, "--config.checkpoint.directory=gs://ckpt/x"))
+    assert "--config.checkpoint.directory=gs://ckpt/x" in pathways.command and "/gcs/ckpt" not in pathways.mounts
+    assert pathways.scratch == "gs://my-runs/lc-1m/pathways"
 
 
 def test_the_shell_of_a_tpu_vm_gets_the_arguments_as_they_are():
     """A real shell reads the line that the VMs run."""
     hostile = "a' $(touch pwned) `id` ; rm x"
     vm = ("--target=tpu-vm", "--topology=v5e:4x4", "--project=my-project", "--zone=us-central2-b",
-          f"--env=NOTE={hostile}", f"--config.data.weights={hostile}", "-mounts",
-          "--config.global_batch=16")  # fmt: skip
+          f"--env=NOTE={hostile}", f"--config.data.weights={hostile}", "--config.global_batch=16")  # fmt: skip
+    vm += ("--config.checkpoint.local_directory=/local", "--config.checkpoint.local_every_steps=10")
     for image in ("", cases.DIGEST):
         text = render.render(read_job(changed(DEMO, *vm, f"--image={image}" if image else "-image")))
         command = dict(line.split("=", 1) for line in text.splitlines())["COMMAND"]
@@ -156,6 +226,8 @@ def test_the_shell_of_a_tpu_vm_gets_the_arguments_as_they_are():
         assert got == shlex.split(command)
         assert f"--config.data.weights={hostile}" in got
         assert (f"--env=NOTE={hostile}" if image else f"NOTE={hostile}") in got
+        volumes = [part for part in got if part.startswith("--volume=")]  # else the container would keep the run
+        assert volumes == (["--volume=/data:/data", "--volume=/dev/shm:/local"] if image else [])
 
 
 SECRETS = ["ghp_" + "a" * 36, "hf_" + "b" * 34, "AIza" + "c" * 35, "https://me:pw@host/x"]
@@ -163,7 +235,7 @@ SECRETS = ["ghp_" + "a" * 36, "hf_" + "b" * 34, "AIza" + "c" * 35, "https://me:p
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_credentials_reach_neither_manifest_nor_message(secret, capsys):
-    for more in (f"--env=NOTE={secret}", f"--config.data.tokenizer={secret}"):
+    for more in (f"--env=NOTE={secret}", f"--config.data.tokenizer={secret}", f"--image={secret}", f"--env={secret}"):
         assert render.main(changed(JOBSET, more)) == 2
         captured = capsys.readouterr()
         assert "looks like a credential" in captured.err

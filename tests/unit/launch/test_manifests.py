@@ -127,10 +127,9 @@ def test_least_privilege_unless_asked():
 
 def test_queue_priority_spot_reservation_volumes_secrets():
     more = ("--queue=tpus", "--priority=high", "--spot", "--reservation=pool-1", "--env=NOTE=two words",
-            "--secrets=HF_TOKEN=hub/token", "--cache=/disk/cache",
-            "--mounts=/data=gs://my-corpus,/runs=gs://my-runs,/disk=pvc:scratch")  # fmt: skip
-    base = [part for part in cases.arguments("gke-jobset", "v6e", 2) if not part.startswith("--mounts")]
-    jobset = made(*base, *more)
+            "--secrets=HF_TOKEN=hub/token", "--config.compile_cache=/disk/cache",
+            "--mounts=/disk=pvc:scratch")  # fmt: skip
+    jobset = made(*cases.arguments("gke-jobset", "v6e", 2, *more))
     assert schemas.crd_errors(jobset) == []
     spec, main = pod(jobset, "slice-job"), container(jobset, "slice-job", "main")
     assert jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "tpus"}
@@ -140,7 +139,9 @@ def test_queue_priority_spot_reservation_volumes_secrets():
     assert {entry["key"] for entry in spec["tolerations"]} == {"google.com/tpu", "cloud.google.com/gke-spot"}
     mounted = {entry["mountPath"]: entry["name"] for entry in main["volumeMounts"]}
     by_name = {entry["name"]: entry for entry in spec["volumes"]}
-    assert by_name[mounted["/data"]]["csi"]["volumeAttributes"]["bucketName"] == "my-corpus"
+    bucket = by_name[mounted["/gcs/my-corpus"]]["csi"]["volumeAttributes"]
+    assert bucket["bucketName"] == "my-corpus" and bucket["hostNetworkPodKSA"] == "true"
+    assert "metadata-cache:ttl-secs:0" in bucket["mountOptions"]  # hosts see each other's checkpoints
     assert by_name[mounted["/disk"]]["persistentVolumeClaim"] == {"claimName": "scratch"}
     secret = next(entry for entry in main["env"] if entry["name"] == "HF_TOKEN")
     assert secret["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
@@ -182,6 +183,33 @@ def test_the_single_controller_is_told_so_and_elasticity_reaches_the_proxy():
     pathways = made(*cases.arguments("gke-pathways", "v5p", 4, "--form=pathwaysjob", *elastic))
     assert pathways["spec"]["controller"]["elasticSlices"] == 1
     assert schemas.crd_errors(pathways) == []
+
+
+def test_the_local_tier_of_checkpoints_is_in_the_machines_memory():
+    tier = ("--config.checkpoint.local_directory=/local", "--config.checkpoint.local_every_steps=10")
+    jobset = made(*cases.arguments("gke-jobset", "v5p", 1, *tier))
+    mounted = {entry["mountPath"]: entry["name"] for entry in container(jobset, "slice-job", "main")["volumeMounts"]}
+    volume = next(entry for entry in pod(jobset, "slice-job")["volumes"] if entry["name"] == mounted["/local"])
+    assert volume["hostPath"] == {"path": "/dev/shm", "type": "Directory"}
+    assert schemas.crd_errors(jobset) == []
+
+
+def test_a_pathways_job_asks_for_the_same_machines():
+    spot = ("--form=pathwaysjob", "--spot", "--reservation=pool-1")
+    pathways = made(*cases.arguments("gke-pathways", "v5p", 2, *spot))
+    (worker,) = pathways["spec"]["workers"]
+    assert worker["nodeSelector"] == {
+        "cloud.google.com/gke-spot": "true", "cloud.google.com/reservation-name": "pool-1"}  # fmt: skip
+    assert schemas.crd_errors(pathways) == []
+
+
+def test_a_pod_of_one_slice_mounts_buckets_without_the_hosts_network():
+    jobset = manifest("gke-jobset_v5p_1")
+    volumes = pod(jobset, "slice-job")["volumes"]
+    attributes = [volume["csi"]["volumeAttributes"] for volume in volumes if "csi" in volume]
+    assert len(attributes) == 2 and not any("hostNetworkPodKSA" in given for given in attributes)
+    annotations = job(jobset, "slice-job")["template"]["metadata"]["annotations"]
+    assert annotations["gke-gcsfuse/volumes"] == "true" and annotations["gke-gcsfuse/memory-limit"] == "0"
 
 
 @pytest.mark.parametrize("name", JOBSETS)
@@ -245,6 +273,8 @@ MULTI_MUTATIONS = {
         change(spec_of(0, "podFailurePolicy", "rules", 0, "onExitCodes", "containerName"), "train"), "'train'"),
     "a rule without a name": (change(("failurePolicy", "rules", 0, "name"), None), "needs a name"),
     "a rule about no job": (change(("failurePolicy", "rules", 0, "targetReplicatedJobs"), ["workers"]), "'workers'"),
+    "no sidecar for the buckets": (
+        change(spec_of(0, "template", "metadata", "annotations", "gke-gcsfuse/volumes"), None), "gke-gcsfuse/volumes"),
     "slices mix in a pool": (change(spec_of(0, "template", "metadata", "annotations"), {}), "exclusive-topology"),
     "worker ids by hand": (
         change(pod_of(0, "containers", 0, "env"), [{"name": "TPU_WORKER_ID", "value": "0"}]), "TPU_WORKER_ID"),

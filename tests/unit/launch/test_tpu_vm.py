@@ -17,7 +17,8 @@ from launch.job import read_job
 ROOT = Path(__file__).parents[3]
 SCRIPT, NODE = ROOT / "launch" / "tpu_vm.sh", ROOT / "launch" / "tpu_node.sh"
 BASE = ("--config=configs/demo.py", "--config.mesh.cpu_devices=0", "--target=tpu-vm", "--name=demo",
-        "--project=my-project", "--zone=us-east5-a", "--workdir=/mnt/runs/demo", "--config.data.path=/data/p",
+        "--project=my-project", "--zone=us-east5-a", "--workdir=/mnt/runs/demo", "--config.data.path=gs://bkt/p",
+        "--mounts=/mnt/runs=host",
         "--topology=v5p:2x2x4", "--config.mesh.data=2", "--config.mesh.dcn.data=2", "--config.global_batch=32",
         "--service_account=a@b.c")  # fmt: skip
 WHERE = ["--project=my-project", "--zone=us-east5-a", "--quiet"]
@@ -168,6 +169,21 @@ def test_dry_run_prints_every_command_and_calls_nothing(vm, settings, action):
     assert "gcloud" in output and "--project=my-project" in output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["create", "setup", "delete"])
+def test_the_real_gcloud_knows_every_command_and_flag(vm, settings, action):
+    """By its own help, which needs no network: create, list, ssh, scp and delete are made by these actions."""
+    gcloud = shutil.which("gcloud")
+    if gcloud is None:
+        pytest.skip("gcloud is not installed")
+    _, calls, _ = vm(action, settings("--spot", "--reservation=pool-1"), "ACTIVE" if action == "delete" else ",ACTIVE")
+    for call in {tuple(part.partition("=")[0] for part in call) for call in calls}:
+        command = call[: call.index("queued-resources") + 2]
+        help_text = subprocess.run([gcloud, *command, "--help"], capture_output=True, text=True, check=True).stdout
+        flags = {part for part in call if part.startswith("--") and part not in ("--project", "--quiet")}
+        assert [flag for flag in flags if flag not in help_text] == [], command
+
+
 def test_bad_arguments_and_settings(vm, settings, tmp_path):
     file = settings()
     assert vm("destroy", file)[0] == 2
@@ -187,6 +203,16 @@ def test_settings_are_text_and_never_run(vm, settings, tmp_path):
     assert not list(tmp_path.rglob("pwned")) and not (ROOT / "pwned").exists()
 
 
+@pytest.mark.parametrize("name, text", [("NAME", "x; touch pwned"), ("SLICES", "a[$(touch pwned)]"), ("HOSTS", "")])
+def test_settings_that_bash_would_evaluate_are_refused(vm, settings, name, text):
+    file = settings()
+    lines = [f"{name}={text}" if line.startswith(f"{name}=") else line for line in file.read_text().splitlines()]
+    file.write_text("\n".join(lines) + "\n")
+    status, calls, output = vm("start", file)
+    assert (status, calls) == (2, []) and f"{name}={text}" in output
+    assert not (ROOT / "pwned").exists() and not Path("pwned").exists()
+
+
 def test_shellcheck_is_clean():
     found = Path(sys.executable).with_name("shellcheck")
     shellcheck = str(found) if found.exists() else shutil.which("shellcheck")
@@ -203,21 +229,23 @@ def node(tmp_path):
     folder.mkdir()
     tools.mkdir()
     shutil.copy(NODE, folder)
-    curl = "case $* in *tpu-env) echo \"MEGASCALE_COORDINATOR_ADDRESS: '10.1.2.3'\";; *) exit 22;; esac"
-    for name, text in {"curl": curl, "sudo": "exit 0"}.items():
+    log = f'echo "$(basename "$0") $*" >>{tmp_path}/asked; [[ $1 != tee ]] || cat >/dev/null'
+    address = "echo \"MEGASCALE_COORDINATOR_ADDRESS: '10.1.2.3'\""
+    curl = f"case $* in *tpu-env) {address};; *.gpg) echo key;; *) exit 22;; esac"
+    for name, text in {"curl": curl, "sudo": log, "lsb_release": "echo jammy"}.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "TPU_NODE_RESTART_SECONDS": "0"}
 
-    def run(action, program=None, restarts=3, grace=20):
+    def run(action, program=None, restarts=3, grace=20, mounts=""):
         if program is not None:
-            values = {"NAME": "demo", "IMAGE": "", "GRACE_SECONDS": grace, "MAX_RESTARTS": restarts,
+            values = {"NAME": "demo", "IMAGE": "", "MOUNTS": mounts, "GRACE_SECONDS": grace, "MAX_RESTARTS": restarts,
                       "COMMAND": f"{sys.executable} -c '{program}'"}  # fmt: skip
             (folder / "settings").write_text("".join(f"{name}={value}\n" for name, value in values.items()))
         command = ["bash", folder / "tpu_node.sh", action]
         return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
-    run.folder = folder
+    run.folder, run.asked = folder, tmp_path / "asked"
     yield run
     if (folder / "run.pid").exists():
         run("stop")
@@ -278,6 +306,36 @@ def test_node_kills_what_does_not_stop(node):
         for _ in range(50):
             os.kill(pid, 0)
             time.sleep(0.1)
+
+
+def test_node_mounts_buckets_and_misses_what_is_not_mounted(node, tmp_path):
+    there, bucket = tmp_path / "there", tmp_path / "bucket"
+    there.mkdir()
+    both = f"{there}=host {bucket}=gs://runs"
+    done = node("start", WAITING, mounts=both)
+    assert done.returncode == 1 and f"{bucket} is not there" in done.stdout + done.stderr
+    asked = node.asked.read_text()
+    assert f"sudo mkdir -p {bucket}" in asked and "--metadata-cache-ttl-secs 0 runs " + str(bucket) in asked
+    bucket.mkdir()
+    assert "started" in node("start").stdout
+    node("stop")
+    done = node("start", WAITING, mounts=f"{tmp_path}/nothing=host")
+    assert done.returncode == 1 and "nothing is not there: mount it" in done.stderr
+
+
+def test_node_setup_installs_gcsfuse_and_pulls_the_image(node, tmp_path):
+    node("status", "")
+    settings = node.folder / "settings"
+    (tmp_path / "runs").mkdir()
+    text = settings.read_text().replace("IMAGE=", "IMAGE=eu-docker.pkg.dev/p/r/i").replace(
+        "MOUNTS=", f"MOUNTS={tmp_path}/runs=gs://runs")  # fmt: skip
+    settings.write_text(text)
+    done = node("setup")
+    assert done.returncode == 0, done.stderr
+    asked = node.asked.read_text().splitlines()
+    assert [line.split()[1] for line in asked][-3:] == ["gcsfuse", "gcloud", "docker"]
+    assert ("sudo apt-get install --quiet --yes gcsfuse" in asked) == (shutil.which("gcsfuse") is None)
+    assert asked[-1] == "sudo docker pull eu-docker.pkg.dev/p/r/i"
 
 
 def test_node_without_a_coordinator_does_not_start(node):

@@ -195,6 +195,8 @@ class CheckpointConfig:
     keep_last: int
     keep_every: int
     directory: str = ""
+    local_directory: str = ""
+    local_every_steps: int = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +219,7 @@ class LimitsConfig:
 class LogConfig:
     every_steps: int
     tensorboard: bool
+    profile_step: int
 
 
 @dataclasses.dataclass(frozen=True)

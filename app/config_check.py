@@ -31,7 +31,8 @@ MINIMUM = {
     "mesh.cpu_devices": 0, "ops.gdn_chunk": 1, "ops.attention_block": 1, "loss.chunk": 1,
     "optimizer.warmup_steps": 0, "data.workers": 0, "data.prefetch": 0,
     "eval.every_steps": 0, "checkpoint.every_steps": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 0,
-    "elastic.min_slices": 0, "elastic.max_losses": 1, "log.every_steps": 1,
+    "checkpoint.local_every_steps": 1,
+    "elastic.min_slices": 0, "elastic.max_losses": 1, "log.every_steps": 1, "log.profile_step": 0,
 }  # fmt: skip
 POSITIVE = (
     "model.rope_theta", "model.rms_norm_eps", "model.initializer_range", "model.partial_rotary_factor",
@@ -285,6 +286,16 @@ def _run(config: Config, sizes: Sizes) -> Problems:
             f"checkpoint.keep_every={checkpoint.keep_every} is not a multiple of "
             f"checkpoint.every_steps={checkpoint.every_steps}, so most of its steps are never saved: "
             f"use {_multiples(checkpoint.keep_every, checkpoint.every_steps)}, or 0 to keep the last ones only"
+        )
+    if checkpoint.local_directory and checkpoint.local_every_steps >= checkpoint.every_steps:
+        yield (
+            f"checkpoint.local_every_steps={checkpoint.local_every_steps} is not below "
+            f"checkpoint.every_steps={checkpoint.every_steps}, so checkpoint.local_directory gains nothing: lower it"
+        )
+    if checkpoint.local_directory and config.controller == "single":
+        yield (
+            "checkpoint.local_directory with controller='single', whose one process has no part of the arrays: "
+            "use '', or controller='multi'"
         )
 
 

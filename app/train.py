@@ -87,12 +87,14 @@ def run(config: Config, flags: Any) -> int:
     from app.cluster.watch import Watch
     from app.training.checkpoint import StorageError
 
-    if config.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
     watch = Watch(config.limits)
     try:
         keys = {f"config.{key}": value for key, value in flatten(config.to_dict()).items()}
         peers.require_same(keys | peers.versions() | {"--workdir": flags.workdir})
+        # jax keeps a CPU's programs by process, and those of process 0 only. A program that was kept can order its
+        # collectives otherwise than one just compiled: Gloo ends the processes, or they wait for each other.
+        if config.compile_cache and not (peers.count() > 1 and jax.default_backend() == "cpu"):
+            jax.config.update("jax_compilation_cache_dir", config.compile_cache)
         if config.elastic.min_slices:
             on_slices = functools.partial(train, workdir=workdir, stop=stop, watch=watch)
             status = pathways.train_elastic(on_slices, config)
@@ -115,7 +117,7 @@ def train(
     from app.cluster import mesh as meshes
     from app.cluster import peers
     from app.models import params as model_params
-    from app.training import checkpoint, flops
+    from app.training import checkpoint, flops, profile
     from app.training.metrics import MetricsLog, Progress, StepTimer
     from app.training.step import Program
     from data import pipeline
@@ -143,32 +145,34 @@ def train(
     facts = {"config": config.to_dict(), "data": training.fingerprint}
     peers.require_same({"data": training.fingerprint})
 
+    # ---- program: shapes and shardings only, nothing is allocated yet -----------------------------------------------
+    program = Program(config, mesh)
+    kernels = f"kernels: attention {program.runtime.attention_kernel}, gated delta rule {program.runtime.gdn_kernel}"
+    say(f"model: {model_params.count(program.specs):,} parameters; {kernels}")
+    read = functools.partial(
+        pipeline.batches, sharding=program.batch_sharding, workers=config.data.workers, prefetch=config.data.prefetch
+    )
+
     # ---- checkpoint: the newest that is whole -----------------------------------------------------------------------
     watch.doing("looking for a checkpoint and checking its files", slow=True)
     checkpoints = checkpoint.Checkpoints(workdir, config.checkpoint)
-    first = checkpoints.latest(say) or 0
+    first = checkpoints.latest(say, like=program.state) or 0
     if first:
         check_same_run(checkpoints.facts(first), facts, first)
     if first >= config.steps:
         say(f"nothing to do: {workdir} is at step {first} and steps={config.steps}; raise steps to go on")
         return runtime.EXIT_DONE
 
-    # ---- program: shapes and shardings only, nothing is allocated yet -----------------------------------------------
-    program = Program(config, mesh)
-    kernels = f"kernels: attention {program.runtime.attention_kernel}, gated delta rule {program.runtime.gdn_kernel}"
-    say(f"model: {model_params.count(program.specs):,} parameters; {kernels}")
+    # ---- the order of the sequence over the devices, tried out ------------------------------------------------------
     watch.doing("compiling", slow=True)
     if config.self_check and mesh.shape["context"] * mesh.shape["expert"] > 1:
         program.check_sequence()
-    read = functools.partial(
-        pipeline.batches, sharding=program.batch_sharding, workers=config.data.workers, prefetch=config.data.prefetch
-    )
 
     # ---- state ------------------------------------------------------------------------------------------------------
     watch.doing("restoring the state", slow=True)
     if first:
         state = checkpoints.restore(first, program.state)
-        say(f"resumed from step {first}")
+        say(f"resumed from step {first} in {checkpoints.source}")
     elif config.init_from:
         weights = checkpoint.restore_weights(config.init_from, program.state.params)
         check_same_model(checkpoint.read_facts(config.init_from), facts, config.init_from)
@@ -182,6 +186,7 @@ def train(
     started = time.perf_counter()
     train_step = program.train_step.lower(program.state, program.batch).compile()
     say(f"compiled in {time.perf_counter() - started:.1f} s")
+    peers.exchange("compiled")  # a process that found it in the cache waits here: gloo gives the others 30 s only
     if (memory := train_step.memory_analysis()) is not None:
         say(f"memory a device: {memory.argument_size_in_bytes / 1e9:.3f} GB state and batch, "
             f"{memory.temp_size_in_bytes / 1e9:.3f} GB temporaries")  # fmt: skip
@@ -243,7 +248,9 @@ def train(
     unread = None  # the numbers of a step are read while the next one runs, so the devices never wait for the host
     watch.doing("the first step", slow=True)
     try:
-        for step, batch in enumerate(read(training, start_step=first, stop_step=config.steps), start=first + 1):
+        numbered = enumerate(read(training, start_step=first, stop_step=config.steps), start=first + 1)
+        traces = str(checkpoints.directory.parent / "profile")
+        for step, batch in profile.traced(numbered, config.log.profile_step, traces):
             timer.start()
             state, metrics = train_step(state, batch)
             if unread is not None:
@@ -257,11 +264,12 @@ def train(
                     unread = step, metrics, evaluate(step)
             checkpoints.check()
             stopping = stop.requested()  # every process asks at every step
-            if last or stopping or checkpoints.due(step, look=step % config.log.every_steps == 0):
+            whole = last or stopping or checkpoints.due(step, look=step % config.log.every_steps == 0)
+            if whole or checkpoints.due_locally(step):
                 report(*unread)
                 unread = None
                 with timer.paused(), watch.slow(f"saving step {step}"):
-                    checkpoints.save(step, state, facts)
+                    checkpoints.save(step, state, facts, local=not whole)
             if stopping and not last:
                 watch.doing(f"saving step {step}", slow=True)
                 checkpoints.close()

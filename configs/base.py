@@ -129,6 +129,8 @@ def get_config() -> ConfigDict:
     config.checkpoint.keep_last = 3
     config.checkpoint.directory = ""  # "": WORKDIR/checkpoints; gs://... where the workers of a single controller write
     config.checkpoint.keep_every = 0  # keep those of every so many steps for ever; 0: none
+    config.checkpoint.local_directory = ""  # also one on every host, of its own part, for a restart of all; "": none
+    config.checkpoint.local_every_steps = 50  # the newest two are kept
     config.elastic = ConfigDict()  # controller "single", slices along mesh.data: what a lost slice does
     config.elastic.min_slices = 0  # go on from the newest checkpoint while this many slices are left; 0: stop
     config.elastic.max_losses = 3  # of slices in one run, then it stops
@@ -141,5 +143,6 @@ def get_config() -> ConfigDict:
     config.log = ConfigDict()
     config.log.every_steps = 10
     config.log.tensorboard = True
+    config.log.profile_step = 0  # this step and the next two are traced, into `profile` beside the checkpoints; 0: none
 
     return config.lock()

@@ -8,7 +8,7 @@ manifest in it.
 import concurrent.futures
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from etils import epath
 
@@ -30,6 +30,15 @@ def seal(directory: epath.Path, key: str) -> None:
     sums = dict(_hash_all(directory, _share(_list_files(directory))))
     for process in range(1, peers.count()):
         sums |= json.loads(peers.receive(f"sums {key} of {process}"))
+    _write(directory, sums)
+
+
+def seal_alone(directory: epath.Path) -> None:
+    """`seal` for files that only this process has."""
+    _write(directory, dict(_hash_all(directory, _list_files(directory))))
+
+
+def _write(directory: epath.Path, sums: dict[str, tuple[int, str]]) -> None:
     files = dict(sorted(sums.items()))
     scratch = directory / f"{NAME}.tmp"
     scratch.write_text(json.dumps({"sha256": files, "manifest": _digest_of(files)}, indent=0))
@@ -45,12 +54,12 @@ def help_to_seal(key: str) -> None:
 
 def find_damage(directory: epath.Path) -> str | None:
     """What is wrong with the files of a committed checkpoint, None if all are as written. Every process must ask."""
-    found = peers.exchange(_own_damage(directory) or "")
+    found = peers.exchange(own_damage(directory, share=_share) or "")
     return next((problem for problem in found if problem), None)
 
 
-def _own_damage(directory: epath.Path) -> str | None:
-    """Like `find_damage`, of this process's share of the files."""
+def own_damage(directory: epath.Path, *, share: Callable[[dict[str, int]], Iterable[str]] = list) -> str | None:
+    """Like `find_damage`, without the other processes; share: which of the files (path -> bytes) to hash."""
     manifest = directory / NAME
     if not manifest.exists():
         return f"{manifest} is missing, so the files cannot be checked"
@@ -66,7 +75,7 @@ def _own_damage(directory: epath.Path) -> str | None:
         return f"{directory / missing[0]} is missing ({len(missing)} of {len(files)} files)"
     if changed := [name for name, size in there.items() if name in files and size != files[name][0]]:
         return f"{directory / changed[0]} has {there[changed[0]]} bytes, not {files[changed[0]][0]} as written"
-    for name, (_, digest) in _hash_all(directory, _share({name: size for name, (size, _) in files.items()})):
+    for name, (_, digest) in _hash_all(directory, share({name: size for name, (size, _) in files.items()})):
         if digest != files[name][1]:
             return f"{directory / name} is not as it was written (its checksum differs)"
     return None

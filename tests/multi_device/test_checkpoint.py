@@ -1,6 +1,9 @@
 """Checkpoints of a small state: committed or absent, pruned by policy, restored with the shardings of another mesh."""
 
+import dataclasses
+import errno
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.config import CheckpointConfig, ConfigError
+from app.training import checksums
 from app.training.checkpoint import Checkpoints, StorageError, restore_weights, save_weights
 from app.training.step import TrainState
 
@@ -59,7 +63,7 @@ def test_keeps_the_last_and_every_so_many(tmp_path):
     assert kept == {4, 6, 7}
 
 
-def test_a_failed_write_is_raised(tmp_path, monkeypatch):
+def test_a_failed_write_is_raised(tmp_path):
     checkpoints = Checkpoints(tmp_path, KEEP)
     checkpoints.save(1, state(1, sharding(1, 1)), FACTS)
     checkpoints.wait()
@@ -71,6 +75,73 @@ def test_a_failed_write_is_raised(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").unlink()
     (tmp_path / "gone").rename(tmp_path / "checkpoints")
     assert Checkpoints(tmp_path, KEEP).latest() == 1
+
+
+def test_a_committed_checkpoint_that_is_not_there_is_noticed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, KEEP)
+    checkpoints.save(1, state(1, sharding(1, 1)), FACTS)
+    while not (tmp_path / "checkpoints" / "1").exists():
+        time.sleep(0.01)
+    (tmp_path / "checkpoints" / "1").rename(tmp_path / "gone")
+    with pytest.raises(StorageError, match="1 was written and committed, but is not there"):
+        checkpoints.wait()
+
+
+def test_a_write_that_fails_beside_training_costs_no_older_checkpoint(tmp_path, monkeypatch):
+    """Asked at every moment of the failure, also between orbax's two threads: step 1 was deleted then."""
+    checkpoints = Checkpoints(tmp_path, dataclasses.replace(KEEP, keep_last=1, keep_every=0))
+    checkpoints.save(1, state(1, sharding(1, 1)), FACTS)
+    checkpoints.wait()
+    monkeypatch.setattr(checksums, "seal", fail)
+    for step in range(2, 12):
+        with pytest.raises(StorageError, match="No space left"):
+            checkpoints.save(step, state(step, sharding(1, 1)), FACTS)
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                checkpoints.check()
+        with pytest.raises(StorageError, match="No space left"):
+            checkpoints.wait()
+        assert (tmp_path / "checkpoints" / "1").is_dir()
+        checkpoints = Checkpoints(tmp_path, dataclasses.replace(KEEP, keep_last=1, keep_every=0))
+
+
+def fail(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_newest_of_both_tiers_is_restored(tmp_path):
+    """From the local one if it has all parts of the arrays; what another mesh wrote there is removed."""
+    two_tiers = dataclasses.replace(KEEP, every_steps=4, local_directory=str(tmp_path / "local"), local_every_steps=1)
+    where = sharding(2, 4, "rows", "columns")
+    checkpoints = Checkpoints(tmp_path, two_tiers)
+    assert [checkpoints.due_locally(step) for step in (1, 2)] == [True, True]
+    for step in (3, 4, 5, 6, 7):
+        checkpoints.save(step, state(step, where), FACTS, local=not checkpoints.due(step, look=False))
+    checkpoints.close()
+    (local,) = (tmp_path / "local").glob("*/0")
+    assert sorted(path.name for path in local.iterdir()) == ["6", "7"]
+    assert not Checkpoints(tmp_path, dataclasses.replace(two_tiers, every_steps=1, local_directory="")).due_locally(5)
+
+    def restored(where, said):
+        again = Checkpoints(tmp_path, two_tiers)
+        step = again.latest(said.append, like=abstract(state(0, where), where))
+        assert step is not None and again.facts(step)["config"] == FACTS["config"]
+        found = again.restore(step, abstract(state(0, where), where))
+        for got, want in zip(*map(jax.tree.leaves, (found, state(step, where))), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+        again.close()
+        return step, again.source
+
+    assert restored(where, said := []) == (7, local) and not said
+    flip(next((local / "7" / "state" / "d").iterdir()), 5)
+    assert restored(where, said := []) == (6, local)
+    assert len(said) == 1 and "checksum differs" in said[0] and not (local / "7").exists()
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "new" / "checkpoints")
+    (tmp_path / "new" / "checkpoints" / "run_id").unlink()
+    fresh = Checkpoints(tmp_path / "new", two_tiers)
+    assert fresh.latest(like=abstract(state(0, where), where)) == 4  # another run: the local tier is not its own
+    assert restored(sharding(1, 8, None, "columns"), said := []) == (4, tmp_path / "checkpoints")
+    assert len(said) == 1 and "has other parts of the arrays" in said[0] and not list(local.iterdir())
 
 
 def test_a_step_is_not_written_twice(tmp_path):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,12 @@ from app import local
 from data import prepare
 from tests.tiny import TINY
 
-STEPS = 40
-FLAGS = {**TINY, "steps": STEPS, "checkpoint.every_steps": 4, "eval.every_steps": 0, "eval.batches": 1,
-         "log.tensorboard": False, "data.source": "", "limits.peer": 8.0, "limits.join": 60.0}  # fmt: skip
+STEPS = 32
+# What is quick to trace: every process does that anew.
+FLAGS = {**TINY, "steps": STEPS, "checkpoint.every_steps": 4, "remat": "none", "data.holdout": 0.0,
+         "log.tensorboard": False, "data.source": "", "limits.peer": 20.0, "limits.join": 60.0}  # fmt: skip
+# Several processes on a CPU compile at each start (app.train.run says why).
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # Processes x devices -> mesh: the same four rows, on one device each or cut along the sequence too.
 MESHES = {1: {"mesh.fsdp": 1}, 2: {"mesh.fsdp": 2}, 4: {"mesh.fsdp": 2, "mesh.context": 2}}
 
@@ -33,8 +37,10 @@ class Runs:
             for number in range(200):
                 (corpus / f"{number:03}.txt").write_text(f"document {number}: " + "abcdefgh " * (number % 17))
             prepare.prepare(str(corpus / "*.txt"), folder / "prepared", tokenizer="bytes")
-        self.environ = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "PYTHONUNBUFFERED": "1"}  # fmt: skip
+        bytecode = {"PYTHONPYCACHEPREFIX": str(folder / "bytecode"), **os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+        self.environ = {**bytecode, "JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "PYTHONUNBUFFERED": "1",
+                        "XLA_FLAGS": QUICK_TO_COMPILE}  # fmt: skip
 
     def arguments(self, workdir: Path, **changes) -> list[str]:
         flags = {**FLAGS, "data.path": self.folder / "prepared", "compile_cache": self.folder / "cache", **changes}
@@ -59,16 +65,19 @@ def logs(workdir: Path, count: int) -> list[str]:
     return [(workdir / f"log.{index}").read_text() for index in range(count)]
 
 
-def wait_for(workdir: Path, pattern: str, processes: list[subprocess.Popen[str]], timeout: float = 120) -> None:
+def wait_for(workdir: Path, pattern: str, processes: list[subprocess.Popen[str]], timeout: float = 300) -> None:
     """Until process 0 has printed a line with `pattern`, or a process has ended."""
+    wait_until(lambda: re.search(pattern, (workdir / "log.0").read_text()) is not None, processes, timeout)
+
+
+def wait_until(seen: Callable[[], bool], processes: list[subprocess.Popen[str]], timeout: float = 300) -> None:
+    """Until `seen()`, or a process has ended, or `timeout` seconds."""
     end = time.monotonic() + timeout
-    while time.monotonic() < end and all(process.poll() is None for process in processes):
-        if re.search(pattern, (workdir / "log.0").read_text()):
-            return
+    while time.monotonic() < end and all(process.poll() is None for process in processes) and not seen():
         time.sleep(0.02)
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 180) -> list[int]:
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 600) -> list[int]:
     """Everybody's exit status; whoever is still there after `timeout` is killed, and counts as -9."""
     end = time.monotonic() + timeout
     for process in processes:
@@ -86,7 +95,12 @@ def losses(workdir: Path) -> dict[int, tuple[float, ...]]:
 
 
 def saved_steps(workdir: Path) -> list[int]:
-    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal())
+    return sorted(int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal())
+
+
+def is_saving(workdir: Path) -> bool:
+    """Whether a checkpoint is being written: always False again once it is committed."""
+    return any((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp"))
 
 
 def state(workdir: Path, step: int) -> dict[str, np.ndarray]:

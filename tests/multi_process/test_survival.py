@@ -1,6 +1,9 @@
 """Real processes that are killed, stopped, or started wrongly: each ends in time, says why, and loses nothing."""
 
+import collections
+import functools
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,12 +16,14 @@ from tests.multi_process.survival import (
     STEPS,
     Runs,
     finish,
+    is_saving,
     logs,
     losses,
     same_state,
     saved_steps,
     state,
     wait_for,
+    wait_until,
 )  # fmt: skip
 
 
@@ -123,27 +128,67 @@ def test_a_step_that_takes_too_long_ends_the_run(runs, tmp_path):
     assert "took longer than 0.001 s (limits.step" in text and 'File "' in text and "in train" in text
 
 
+# 40 kills: 16 of one process, 14 of two, 10 of four; each row is one run (processes, kills, seed).
+KILLS = [(1, 4, 0), (1, 4, 1), (1, 4, 2), (1, 4, 3), (2, 4, 4), (2, 4, 5), (2, 4, 6), (2, 2, 7), (4, 4, 8), (4, 4, 9),
+         (4, 2, 10)]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("count, kills", [(1, 16), (2, 14), (4, 10)])
-def test_killed_at_random_moments_and_resumed(runs, straight, tmp_path, count, kills):
-    """Moments of every kind: while compiling, restoring, stepping, or while a save is written beside the steps."""
-    rng = random.Random(count)
+@pytest.mark.parametrize("count, kills, seed", KILLS)
+def test_killed_at_random_moments_and_resumed(runs, straight, tmp_path, count, kills, seed):
+    """While stepping, restoring, compiling, and while a save is written beside the steps."""
+    rng = random.Random(seed)
     wanted = straight(count)
-    moments = {"resumed from|compiled in": 0, "memory a device": 0}
+    workdir = tmp_path / "run"
+    killed = collections.Counter()
     for kill in range(kills):
-        workdir = tmp_path / f"{kill // 4}"  # four kills a run
+        first = max(saved_steps(workdir), default=0)
         processes = runs.start(workdir, count)
-        pattern = rng.choice([*moments, *(f"step {step}/" for step in range(1, STEPS))])
-        wait_for(workdir, pattern, processes)
-        time.sleep(rng.random() * 0.2)
+        pattern = ("step", "model: ", "saving", rng.choice(["model: ", "compiled in"]))[kill]
+        if pattern == "saving":
+            wait_for(workdir, "step ", processes)
+            wait_until(functools.partial(is_saving, workdir), processes)
+        else:
+            wait_for(workdir, f"step {rng.randint(9, 24)}/" if pattern == "step" else pattern, processes)
+            time.sleep(rng.random() * 0.2)
         rng.choice(processes).kill()
         time.sleep(rng.random() * 0.05)
         for process in processes:
             process.kill()
-        finish(processes)
-        if kill % 4 == 3 or kill == kills - 1:
-            assert finish(runs.start(workdir, count)) == [0] * count, logs(workdir, count)
-            assert_same_run(workdir, wanted)
+        assert finish(processes) == [-9] * count, logs(workdir, count)
+        text = logs(workdir, 1)[0]
+        restoring = first and "model: " in text and "resumed from" not in text
+        moment = "restoring" if restoring else "saving" if is_saving(workdir) else "other"
+        killed[moment if moment != "other" or "memory a device" not in text else "stepping"] += 1
+    assert finish(runs.start(workdir, count)) == [0] * count, logs(workdir, count)
+    assert_same_run(workdir, wanted)
+    print(f"{count} processes, killed while:", dict(killed))
+    assert killed["restoring"] and (kills < 3 or killed["saving"])
+
+
+@pytest.mark.slow
+def test_the_local_tier_is_restored_while_every_process_has_its_part(runs, straight, tmp_path):
+    """All killed: on from the local tier. One part lost, too: on from the checkpoint of all. Exactly, both times."""
+    local = tmp_path / "local"
+    tiers = {"checkpoint.every_steps": 10, "checkpoint.local_directory": local, "checkpoint.local_every_steps": 3}
+    for start, lost in (16, False), (26, True):
+        processes = runs.start(tmp_path, 2, **tiers)
+        wait_for(tmp_path, f"step {start}/", processes)
+        for process in processes:
+            process.kill()
+        assert finish(processes) == [-9, -9], logs(tmp_path, 2)
+        if lost:
+            shutil.rmtree(next(local.glob("*/1")))
+            assert saved_steps(tmp_path)[-1] == 20
+        else:
+            assert saved_steps(tmp_path)[-1] == 10
+    kept = logs(tmp_path, 1)[0]
+    assert re.search(rf"resumed from step (12|15) in {local}", kept)
+    assert finish(runs.start(tmp_path, 2, **tiers)) == [0, 0], logs(tmp_path, 2)
+    text = logs(tmp_path, 1)[0]
+    assert f"resumed from step 20 in {tmp_path}/checkpoints" in text
+    assert re.search(r"checkpoint 2[147] is not used: .*/1/2[147]/checksums.json is missing", text)
+    assert_same_run(tmp_path, straight(2))
 
 
 @pytest.mark.slow
@@ -177,7 +222,7 @@ def test_storage_that_is_full_or_read_only(runs, straight, tmp_path):
 @pytest.mark.slow
 def test_the_same_run_on_other_meshes(runs, tmp_path):
     """Saved by 2 processes at data 2, fsdp 2, context 2: every other mesh goes on with the same losses."""
-    four = {"mesh.cpu_devices": 4, "mesh.data": 2, "mesh.fsdp": 2, "mesh.context": 2}
+    four = {"global_batch": 8, "mesh.cpu_devices": 4, "mesh.data": 2, "mesh.fsdp": 2, "mesh.context": 2}
     saved = tmp_path / "saved"
     processes = runs.start(saved, 2, **four, **{"checkpoint.every_steps": 4})
     wait_for(saved, "step 8/", processes)
@@ -185,10 +230,11 @@ def test_the_same_run_on_other_meshes(runs, tmp_path):
     assert finish(processes) == [42, 42], logs(saved, 2)
     first = saved_steps(saved)[-1]
     found = {}
-    one = {"mesh.data": 1, "mesh.fsdp": 1, "mesh.context": 1}
+    one = {"global_batch": 8, "mesh.data": 1, "mesh.fsdp": 1, "mesh.context": 1}
     for name, count, mesh in (
         ("same", 2, four),
-        ("context 8", 2, one | {"mesh.cpu_devices": 4, "mesh.context": 8, "seq_len": 48}),
+        ("context 8", 2, one | {"mesh.cpu_devices": 4, "mesh.context": 8}),
+        ("fsdp 8", 2, one | {"mesh.cpu_devices": 4, "mesh.fsdp": 8}),
         ("data 2, context 4, one process", 1, one | {"mesh.cpu_devices": 8, "mesh.data": 2, "mesh.context": 4}),
         ("data 4, context 2, four processes", 4, one | {"mesh.cpu_devices": 2, "mesh.data": 4, "mesh.context": 2}),
         ("one device", 1, one | {"mesh.cpu_devices": 1}),

@@ -237,6 +237,10 @@ REFUSED = [
     ({"eval.batches": 0}, None, r"eval.batches=0: must be at least 1, or -1"),
     ({"checkpoint.keep_every": 6}, None,
      r"checkpoint.keep_every=6 is not a multiple of checkpoint.every_steps=4.*use 4 or 8, or 0"),
+    ({"checkpoint.local_directory": "/ram", "checkpoint.local_every_steps": 4}, None,
+     r"checkpoint.local_every_steps=4 is not below checkpoint.every_steps=4"),
+    ({"checkpoint.local_directory": "/ram", "checkpoint.local_every_steps": 2, "controller": "single",
+      "mesh.cpu_devices": 0}, None, r"checkpoint.local_directory with controller='single'"),
     ({"seed": 2**32}, None, r"seed=4294967296: must be at most 4294967295"),
 ]  # fmt: skip
 
@@ -267,6 +271,7 @@ def test_a_broken_rule_is_reported_with_field_numbers_and_remedy(changes, device
         ({"data.tokenizer": "some/tokenizer.json"}, 1),
         ({"model.max_position_embeddings": 10}, 1),
         ({"checkpoint.keep_every": 8}, 1),
+        ({"checkpoint.local_directory": "/ram", "checkpoint.local_every_steps": 3}, 1),
         ({"optimizer.final_learning_rate": 0.0, "optimizer.weight_decay": 0.0, "optimizer.b1": 0.0}, 1),
         ({"seed": 2**32 - 1}, 1),
         ({"data.holdout": 0.0, "data.prefetch": 0}, 1),
@@ -282,7 +287,7 @@ def test_what_may_be_none_at_all():
         "seed", "mesh.cpu_devices", "optimizer.warmup_steps", "data.workers", "data.prefetch", "eval.every_steps",
         "checkpoint.keep_every", "elastic.min_slices", "experts.max_rounds", "model.intermediate_size",
         "model.num_experts", "model.num_experts_per_tok", "model.moe_intermediate_size",
-        "model.shared_expert_intermediate_size",
+        "model.shared_expert_intermediate_size", "log.profile_step",
     }  # fmt: skip
     assert set(MINIMUM.values()) == {0, 1}
 
@@ -296,7 +301,8 @@ def test_every_number_has_its_least_value(key):
 
 def test_every_key_with_a_range_is_checked():
     """A key is a switch, or text that only the data can tell right from wrong, or some value of its type is refused."""
-    free = {"data.path", "data.source", "data.weights", "init_from", "compile_cache", "checkpoint.directory"}
+    free = {"data.path", "data.source", "data.weights", "init_from", "compile_cache", "checkpoint.directory",
+            "checkpoint.local_directory"}  # fmt: skip
     bad = {int: -2, float: math.nan, str: "", tuple: (-1,)}
     for key, kind in key_types().items():
         if key not in free and kind is not bool:

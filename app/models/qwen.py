@@ -3,7 +3,6 @@
 Letters: B batch, T time, D width, V vocabulary.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -30,8 +29,14 @@ REMAT_POLICIES: dict[str, Callable] = {
     ),
 }
 
-# A gathered embedding is the largest array of a model: it is looked up in so many parts, one after the other.
-EMBEDDING_PARTS = 8
+# Elements of the embedding that are gathered at once: whole, it is the largest array of a model. A small table stays in
+# one piece: several CPU processes do not keep the order of collectives inside a loop and beside it (Gloo ends them).
+EMBEDDING_PIECE = 2**28
+
+
+def _pieces(rows: int, width: int) -> int:
+    """The smallest number that divides `rows` into pieces of at most EMBEDDING_PIECE elements."""
+    return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n * width <= EMBEDDING_PIECE)
 
 
 def rematerialised(apply: Callable, remat: str) -> Callable:
@@ -180,7 +185,7 @@ class Qwen(nnx.Module):
         """Rows of the embedding; each tensor rank looks up the part of the vocabulary that it holds, a piece of it at a
         time: neither the gathered table nor its gradient ever exists whole."""
         axes, part_VD = self.runtime.rules.vocab, self.embed[...]
-        pieces_NVD = part_VD.reshape(math.gcd(EMBEDDING_PARTS, part_VD.shape[0]), -1, part_VD.shape[1])
+        pieces_NVD = part_VD.reshape(_pieces(part_VD.shape[0], self.config.hidden_size), -1, part_VD.shape[1])
         size, start = pieces_NVD.shape[1], lax.axis_index(axes) * part_VD.shape[0] if axes else 0
 
         def add(rows_BTD, piece):

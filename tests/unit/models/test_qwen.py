@@ -112,6 +112,25 @@ def test_remat_policies_agree_and_save_memory():
     assert kept["full"] < kept["exchanges"] < 0.5 * kept["none"], kept
 
 
+def embedded(params):
+    rows = model_params.build(CONFIG, Runtime(), params)._embedded(tokens())
+    return jnp.sum(rows * jnp.arange(rows.size, dtype=rows.dtype).reshape(rows.shape)), rows
+
+
+def test_an_embedding_in_pieces_is_the_same(monkeypatch):
+    """Rows and gradient, to the bit: every token's row comes from one piece, and the others add 0."""
+    V, D = CONFIG.vocab_size, CONFIG.hidden_size
+    assert qwen._pieces(V, D) == 1 and qwen._pieces(248_320, 5_120) == 5
+    (_, whole), whole_gradient = jax.value_and_grad(embedded, has_aux=True)(fresh_params())
+    monkeypatch.setattr(qwen, "EMBEDDING_PIECE", V * D // 4)
+    assert qwen._pieces(V, D) == 4
+    (_, rows), gradient = jax.value_and_grad(embedded, has_aux=True)(fresh_params())
+    np.testing.assert_array_equal(rows, whole)
+    np.testing.assert_array_equal(rows, fresh_params()["embed"][tokens()])
+    for name, want in whole_gradient.items():
+        np.testing.assert_array_equal(gradient[name], want)
+
+
 def test_gates_and_states_stay_float32_in_bfloat16():
     """A decay of 0.9995 is 1.0 in bfloat16: the log decay, beta and every carried state have to be float32."""
     runtime = Runtime(precision=Precision("float32", "bfloat16", "float32"), gdn_chunk=16, attention_block=16)

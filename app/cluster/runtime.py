@@ -137,7 +137,8 @@ def _join(peers: Peers, board: Path, join_seconds: float, peer_seconds: float) -
     jax.distributed.initialize(
         **peers._asdict(),
         initialization_timeout=int(join_seconds) + 60,
-        heartbeat_timeout_seconds=int(peer_seconds) + 15,
+        # The watch needs 1.3 times its limit to find a lost process and tell the others; jax, which aborts, is later.
+        heartbeat_timeout_seconds=int(1.5 * peer_seconds) + 30,
     )
     timer.cancel()
     mine.unlink(missing_ok=True)

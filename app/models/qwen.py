@@ -30,7 +30,7 @@ REMAT_POLICIES: dict[str, Callable] = {
 }
 
 # Elements of the embedding that are gathered at once: whole, it is the largest array of a model. A small table stays in
-# one piece: several CPU processes do not keep the order of collectives inside a loop and beside it (Gloo ends them).
+# one piece: between several CPU processes the collectives of such a loop met those beside it (Gloo ended them).
 EMBEDDING_PIECE = 2**28
 
 

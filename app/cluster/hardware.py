@@ -37,6 +37,7 @@ class Generation:
     small_topologies: tuple[tuple[int, ...], ...]  # those that are not whole cubes; all of them for a 2D generation
     max_chips: int  # of one slice
     libtpu_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of get_topology_desc
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the steps
 
     @property
     def cycles_per_second(self) -> float:
@@ -65,6 +66,10 @@ class Generation:
 
 
 _SMALL_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+# The SparseCores gather weights and sum gradients beside the TensorCores' work; tpu7x does so by itself, v4, v5e never.
+_ON_SPARSE_CORES = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in ("all_gather", "reduce_scatter")
+}
 _ALL_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 
 GENERATIONS: Mapping[str, Generation] = {
@@ -121,6 +126,7 @@ GENERATIONS: Mapping[str, Generation] = {
             accelerator_units_per_chip=2,
             small_topologies=_SMALL_3D,
             max_chips=6144,  # the largest job; a pod has 8,960 chips
+            compiler_options=_ON_SPARSE_CORES,
         ),
         Generation(
             name="v6e",
@@ -138,6 +144,7 @@ GENERATIONS: Mapping[str, Generation] = {
             accelerator_units_per_chip=1,
             small_topologies=_ALL_2D,
             max_chips=256,
+            compiler_options=_ON_SPARSE_CORES,
         ),
         Generation(
             name="tpu7x",
@@ -241,6 +248,12 @@ def parse_topology(text: str) -> Topology:
 def find_generation(device_kind: str) -> Generation | None:
     """The generation of a jax device by its `device_kind`, None for what is not a known TPU (a CPU, say)."""
     return next((found for found in GENERATIONS.values() if device_kind in found.device_kinds), None)
+
+
+def compiler_options(device_kind: str) -> dict[str, str]:
+    """What the steps are compiled with for such a device; nothing for what is not a known TPU."""
+    generation = find_generation(device_kind)
+    return dict(generation.compiler_options) if generation else {}
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -32,7 +32,6 @@ from app.config import Config, from_config_dict
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-MEMORY_FIELDS = ("argument", "output", "alias", "temp", "generated_code")
 
 
 class CompilerError(RuntimeError):
@@ -45,7 +44,7 @@ class DoesNotFit(CompilerError):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """memory: bytes a device by kind (MEMORY_FIELDS); seconds and peak resident bytes of the compilation."""
+    """memory: bytes of HBM a device by kind (`_memory`); seconds and peak resident bytes of the compilation."""
 
     text: str
     memory: dict[str, int]
@@ -142,14 +141,25 @@ def _main(arguments: Sequence[str]) -> None:
     program = Program(config, mesh_of(config, topology, wanted["slices"]))
     compiled = program.train_step.lower(program.state, program.batch).compile()
     seconds = time.perf_counter() - started
-    memory = compiled.memory_analysis()
     facts = {
-        "memory": {name: getattr(memory, f"{name}_size_in_bytes") for name in MEMORY_FIELDS},
+        "memory": _memory(compiled.memory_analysis()),
         "seconds": seconds,
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     (folder / "program.hlo.gz").write_bytes(gzip.compress((compiled.as_text() or "").encode(), 3))
     (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _memory(found) -> dict[str, int]:
+    """Of jax's CompiledMemoryStats. Its temp_size_in_bytes is not what the program takes: it holds VMEM, too, and what
+    the packing of HBM leaves unused twice (libtpu compiled 27B for 32 v5p chips at 136 GB by that, 94 GB in truth)."""
+    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+    return {
+        "arguments": found.argument_size_in_bytes,
+        "outputs": outputs,
+        "temporaries": found.total_allocation_bytes - found.argument_size_in_bytes - outputs,
+        "code": found.generated_code_size_in_bytes,
+    }
 
 
 if __name__ == "__main__":

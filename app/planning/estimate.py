@@ -15,8 +15,8 @@ from app.planning.hlo import (
     arrays,
     exchange,
     flops,
-    fused_collectives,
     hbm_bytes,
+    inner_collectives,
 )
 from app.planning.network import Network
 from app.planning.sources import Sources
@@ -110,8 +110,7 @@ def work(module: Module, kernel_cycles: dict[str, int]) -> dict[str, Any]:
 
 
 def _memory(module: Module, sources: Sources, compiled: Compiled, topology: Topology) -> dict[str, Any]:
-    size = compiled.memory
-    total = size["argument"] + size["output"] - size["alias"] + size["temp"] + size["generated_code"]
+    total = sum(compiled.memory.values())
     seen: dict[tuple[str, str], int] = {}
     for x, _, _ in module.executed():
         if x.operation not in _NO_BUFFER and not x.operation.endswith("-done"):
@@ -120,10 +119,7 @@ def _memory(module: Module, sources: Sources, compiled: Compiled, topology: Topo
     largest = sorted(seen.items(), key=lambda item: -item[1])[:LARGEST]
     limit = topology.generation.hbm_bytes
     return {
-        "arguments": size["argument"],
-        "outputs": size["output"] - size["alias"],
-        "temporaries": size["temp"],
-        "code": size["generated_code"],
+        **compiled.memory,
         "total": total,
         "limit": limit,
         "fits": total <= limit,
@@ -136,7 +132,7 @@ def _collectives(module: Module, network: Network) -> list[dict[str, Any]]:
     rows: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(int))
     for x, computation, times in module.executed():
         found: list[tuple[Instruction, Computation]] = [(x, computation)] if x.collective else []
-        for y, inside in found or fused_collectives(module, x):
+        for y, inside in found or inner_collectives(module, x):
             one = exchange(y, inside, network.size)
             transfer = network.transfer(one)
             row = rows[one.kind, transfer.axes, transfer.network]

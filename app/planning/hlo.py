@@ -303,12 +303,14 @@ def _positions(size_in: int, size_out: int, window: int, stride: int, pad: int, 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """One collective instruction: kind, bytes a device puts in or takes out (the larger of the two: an all-gather's
-    result, the others' operand), and who talks to whom, either groups of device numbers or pairs (source, target)."""
+    result, the others' operand), who talks to whom, either groups of device numbers or pairs (source, target), and the
+    one-way rings that the SparseCores send it round (0: the TensorCores do it, over all links)."""
 
     kind: str
     bytes: int
     groups: tuple[tuple[int, ...], ...]
     pairs: tuple[tuple[int, int], ...]
+    rings: int = 0
 
 
 def exchange(x: Instruction, computation: Computation, devices: int) -> Exchange:
@@ -326,7 +328,7 @@ def exchange(x: Instruction, computation: Computation, devices: int) -> Exchange
     if pairs:
         numbers = tuple(int(n) for n in re.findall(r"\d+", pairs[1]))
         return Exchange(kind, sent, (), tuple(zip(numbers[::2], numbers[1::2], strict=True)))
-    return Exchange(kind, sent, _groups(x.attributes, devices), ())
+    return Exchange(kind, sent, _groups(x.attributes, devices), (), x.attributes.count('"phase_rings"'))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -356,11 +358,12 @@ def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
     return groups or (tuple(range(devices)),)
 
 
-def fused_collectives(module: Module, x: Instruction) -> list[tuple[Instruction, Computation]]:
-    """Collectives inside a fusion (libtpu fuses some with the products that use them), at any depth."""
+def inner_collectives(module: Module, x: Instruction) -> list[tuple[Instruction, Computation]]:
+    """Collectives inside a fusion (libtpu fuses some with the products that use them) or inside what a "call-start"
+    has the SparseCores do beside the core, at any depth."""
     found = []
-    if x.operation == "fusion":
-        inner = module.computations.get(x.called("calls"), {})
+    if x.operation in ("fusion", "call-start"):
+        inner = module.computations.get(x.called("calls") or x.called("to_apply"), {})
         for y in inner.values():
-            found += [(y, inner)] if y.collective else fused_collectives(module, y)
+            found += [(y, inner)] if y.collective else inner_collectives(module, y)
     return found

@@ -3,7 +3,8 @@
 Assumptions, none of them measured. A transfer runs at the rates of app.cluster.hardware plus HOP_SECONDS a hop.
 Point-to-point messages take dimension-ordered shortest paths; the link with the most messages decides. Gathers and
 reductions use every link of the box that a group spans, both ways round a ring and one way on a line; where groups
-interleave along a side they share its links. Between slices a group moves its data with all its chips at once.
+interleave along a side they share its links. Those of the SparseCores go round one-way rings through all members, as
+many as the program says (two, half of a plane's links). Between slices a group moves its data with all its chips.
 """
 
 import dataclasses
@@ -53,7 +54,8 @@ class Network:
         return len(self._slice)
 
     def transfer(self, exchange: Exchange) -> Transfer:
-        where = self._paths(exchange.pairs) if exchange.pairs else self._group(exchange.kind, exchange.groups)
+        x = exchange
+        where = self._paths(x.pairs) if x.pairs else self._group(x.kind, x.groups, x.rings)
         axes, network, hops, contention = where
         rate = self.generation.ici_bytes_per_second if network == "ici" else self.generation.dcn_bytes_per_second
         return Transfer(exchange.bytes * contention / rate + hops * HOP_SECONDS, axes, network, hops, contention)
@@ -88,7 +90,9 @@ class Network:
                 place[dim] = (place[dim] + direction) % side
 
     @functools.cache  # noqa: B019
-    def _group(self, kind: str, groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[str, ...], str, int, float]:
+    def _group(
+        self, kind: str, groups: tuple[tuple[int, ...], ...], rings: int
+    ) -> tuple[tuple[str, ...], str, int, float]:
         """Of a collective inside groups: axes, network, longest way, bytes on the fullest link (1: a buffer's)."""
         members = np.array(groups[0])
         axes = self._varying(self._index[members] != self._index[members[0]])
@@ -107,6 +111,8 @@ class Network:
         else:
             box = math.prod(len(extent) for extent in extents) == len(inside)
             links = sum(self._links(dim, extent) for dim, extent in enumerate(extents)) if box else 1.0
+            if rings:
+                links, hops = min(links, rings), len(inside) - 1
             load = share / max(links, 1e-9) if len(inside) > 1 else 0.0
             load *= 2 if kind == "all-reduce" else 1
         if slices == 1:

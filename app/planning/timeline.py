@@ -10,7 +10,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 
-from app.planning.hlo import Computation, Instruction, Module, exchange, fused_collectives
+from app.planning.hlo import Computation, Instruction, Module, exchange, inner_collectives
 from app.planning.network import Network
 from app.planning.sources import OTHER
 
@@ -90,7 +90,12 @@ def _walk_one(
             continue
         if x.operation.endswith("-done") and x.operands and x.operands[0] in arriving:
             wait(*arriving.pop(x.operands[0]))
-        fused = [issue(y, inside) for y, inside in fused_collectives(module, x)]
+        if x.operation == "call-update":  # gives the SparseCores, called before, what they work on
+            for y, inside in inner_collectives(module, computation[x.operands[0]]):
+                arriving[x.name] = issue(y, inside)
+        if x.operation.startswith("call-"):
+            continue
+        fused = [issue(y, inside) for y, inside in inner_collectives(module, x)]
         if seconds := core_seconds(x):
             spent.busy[part(x)] += seconds
         for arrival in fused:  # the products of such a fusion hide its collective

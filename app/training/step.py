@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.cluster import sharding
+from app.cluster.hardware import compiler_options
 from app.cluster.mesh import line_length
 from app.config import Config, ConfigError
 from app.models import params as model_params
@@ -93,8 +94,11 @@ class Program:
         }
         self.state = self._abstract_state()
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
-        self.train_step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(shardings, None))
-        self.eval_step = jax.jit(self._eval_step)
+        options = compiler_options(mesh.devices.flat[0].device_kind)
+        self.train_step = jax.jit(
+            self._train_step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options
+        )
+        self.eval_step = jax.jit(self._eval_step, compiler_options=options)
 
     def init(self, params: dict[str, jax.Array] | None = None) -> TrainState:
         """Step 0 with `params` (given away), or with fresh parameters, sharded from birth."""

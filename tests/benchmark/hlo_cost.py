@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as PS
 
 from app.cluster.hardware import parse_topology
 from app.planning import compiler, kernels
-from app.planning.hlo import FREE_CALLS, Module, exchange
+from app.planning.hlo import FREE_CALLS, Module, exchange, inner_collectives
 
 # libtpu as a compiler only, read when it is loaded.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -59,12 +59,13 @@ class Cost:
 
 def analyze(text: str, topology: str | None = None) -> Cost:
     """text: `compiled.as_text()`; topology (that it was compiled for): count the kernels too."""
-    cost = Cost()
-    for x, computation, times in Module.parse(text).executed():
+    cost, module = Cost(), Module.parse(text)
+    for x, computation, times in module.executed():
         cost.cycles += times * x.cycles
-        if x.collective:
-            cost.sent[x.collective] += times * exchange(x, computation, devices=1).bytes
-            cost.collectives[x.collective] += times
+        for y, inside in [(x, computation)] if x.collective else inner_collectives(module, x):
+            one = exchange(y, inside, devices=1)
+            cost.sent[one.kind] += times * one.bytes
+            cost.collectives[one.kind] += times
         if x.operation == "custom-call" and x.target not in FREE_CALLS:
             cost.custom_calls[x.target] += times
             if topology and x.target == kernels.TARGET:

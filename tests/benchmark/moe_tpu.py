@@ -38,7 +38,7 @@ from app.models.layers import MLP, normal
 from app.models.moe import MoE
 from app.models.qwen import rematerialised
 from app.planning import compiler, kernels
-from app.planning.hlo import Computation, Instruction, Module, arrays, exchange, fused_collectives, hbm_bytes
+from app.planning.hlo import Computation, Instruction, Module, arrays, exchange, hbm_bytes, inner_collectives
 from app.planning.network import Network
 from app.planning.sources import Sources
 from app.training.step import runtime_of
@@ -134,7 +134,7 @@ def cost_of(text: str, config: Config, topology: Topology) -> Cost:
             cost.most -= times * spent / LAYERS
         clock[here] += round(spent)
         cost.cycles[part, sources.line(x) or x.operation] += times * spent / LAYERS
-        for y, inside in [(x, computation)] if x.collective else fused_collectives(module, x):
+        for y, inside in [(x, computation)] if x.collective else inner_collectives(module, x):
             one = exchange(y, inside, network.size)
             transfer = network.transfer(one)
             key = f"{one.kind}, {' '.join(transfer.axes)}"

@@ -20,6 +20,7 @@ from app.config import ConfigError
 from app.models import params as model_params
 from app.ops import self_check
 from app.planning import hlo
+from app.training import step
 from app.training.step import Program
 from tests.tiny import EXPERTS, tiny_config
 
@@ -207,3 +208,14 @@ def test_a_wrong_order_of_devices_is_refused():
     swapped = Mesh(mesh.devices.reshape(-1)[[0, 2, 1, 3]].reshape(mesh.devices.shape), mesh.axis_names)
     with pytest.raises(ValueError, match=r"mesh.context.*rank order must be sequence order"):
         check_sequence_order(swapped)
+
+
+def test_the_steps_are_compiled_with_what_the_devices_need(monkeypatch):
+    monkeypatch.setattr(step, "compiler_options", lambda kind: {f"no_option_of_a_{kind}": "true"})
+    program = Program(tiny_config(global_batch=1, seq_len=16), build_mesh(tiny_config().mesh, jax.devices()[:1]))
+    for jitted, arguments in (
+        (program.train_step, (program.state, program.batch)),
+        (program.eval_step, (program.state.params, program.batch)),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_a_cpu"):
+            jitted.lower(*arguments).compile()

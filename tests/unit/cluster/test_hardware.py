@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from app.cluster.hardware import GENERATIONS, find_generation, parse_topology, peak_flops
+from app.cluster.hardware import GENERATIONS, compiler_options, find_generation, parse_topology, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,4 @@ def test_device_kinds_name_one_generation():
     assert peak_flops("TPU v6 lite") == 918e12
     assert peak_flops("TPU7x") == 2307e12 / 2  # a device is half a chip
     assert peak_flops("cpu") is None
+    assert compiler_options("TPU v5") == compiler_options("TPU v6 lite") != {} == compiler_options("cpu")

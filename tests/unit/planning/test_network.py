@@ -12,6 +12,25 @@ from app.planning.network import HOP_SECONDS, Network
 from tests.unit.planning.test_hlo import PROGRAM
 
 V5P = GENERATIONS["v5p"]
+# A gather that the SparseCores do, as libtpu prints it: called, given the operand, waited for.
+OFFLOADED = """\
+HloModule step, is_scheduled=true
+
+%gather (p: bf16[16,4]) -> bf16[64,4] {
+  %p = bf16[16,4]{1,0} parameter(0)
+  ROOT %g = bf16[64,4]{1,0} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}, backend_config={\
+"ici_strategy_config":{"color_strategies":[{"phase_rings":[{"ring_type":"CW"}]},{"phase_rings":[{"ring_type":"CCW"}]}]}}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[16,4]) -> bf16[64,4] {
+  %x = bf16[16,4]{1,0} parameter(0)
+  %call-start = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%gather
+  %a = bf16[16,4]{1,0} copy(%x)
+  %call-update = ((bf16[16,4]{1,0}), bf16[64,4]{1,0}) call-update(%call-start, %a)
+  %b = bf16[16,4]{1,0} copy(%x)
+  ROOT %call-done = bf16[64,4]{1,0} call-done(%call-update)
+}
+"""
 RATE = V5P.ici_bytes_per_second
 
 
@@ -54,6 +73,13 @@ def test_a_whole_cube_uses_its_six_links(kind, times):
     assert found.seconds == seconds(10**8, times * 63 / 64 / 6, 6)
 
 
+def test_the_sparse_cores_use_as_many_links_as_rings():
+    found = network().transfer(Exchange("all-gather", 10**8, (tuple(range(64)),), (), rings=2))
+    assert found.seconds == seconds(10**8, 63 / 64 / 2, 63)
+    line = network().transfer(Exchange("all-gather", 10**8, ((0, 1), (2, 3)), (), rings=2))
+    assert line.contention == pytest.approx(1 / 2)  # two of a side of four: one link
+
+
 def test_groups_that_interleave_share_links():
     every_second = ((0, 2), (1, 3))
     found = network().transfer(Exchange("all-gather", 10**6, every_second, ()))
@@ -85,6 +111,19 @@ def test_an_asynchronous_transfer_costs_what_the_core_has_to_wait():
     assert hidden.exposed["collective-permute, part"] == 0
     assert waiting.exposed["collective-permute, part"] == pytest.approx(3 * transfer, rel=1e-6)
     assert hidden.exposed["all-gather, part"] > 0
+
+
+def test_the_sparse_cores_work_beside_the_core_from_the_moment_they_have_their_operand():
+    module, four = Module.parse(OFFLOADED), network()
+    transfer = four.transfer(Exchange("all-gather", 64 * 4 * 2, ((0, 1, 2, 3),), (), rings=2)).seconds
+
+    def walk(before, beside):
+        return timeline.walk(module, four, lambda x: {"a": before, "b": beside}.get(x.name, 0.0), lambda x: "part")
+
+    assert walk(1.0, 0.0).exposed["all-gather, part"] == pytest.approx(transfer, rel=1e-6)
+    assert walk(0.0, transfer / 4).exposed["all-gather, part"] == pytest.approx(transfer * 3 / 4)
+    assert walk(0.0, 1.0).exposed["all-gather, part"] == 0
+    assert walk(0.0, 1.0).moving["all-gather, part"] == pytest.approx(transfer)
 
 
 def test_the_cycles_a_second_make_the_peak():

@@ -1,7 +1,9 @@
 """The command: a small real plan where libtpu is installed, and what it says when there is none to make."""
 
+import gzip
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -27,9 +29,14 @@ def test_a_small_plan(tmp_path, capsys, monkeypatch):
     assert plan.main([*SMALL, f"--json={tmp_path}/plan.json"]) == 0, capsys.readouterr().err
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["chips"] == 4 and found["mesh"] == {"context": 4} and found["memory"]["fits"]
+    (text,) = (gzip.decompress(path.read_bytes()).decode() for path in tmp_path.rglob("program.hlo.gz"))
+    assert re.search(r'all-gather\S* = .* call-start\(.*async_execution_thread="sparsecore"', text)
     kinds = {row["kind"] for row in found["collectives"]}
     assert {"all-gather", "collective-permute"} <= kinds
-    assert all(row["axes"] == ["context"] and row["hops"] <= 2 for row in found["collectives"])
+    memory = found["memory"]
+    assert memory["total"] == sum(memory[name] for name in ("arguments", "outputs", "temporaries", "code"))
+    assert 0 <= memory["outputs"] < 10_000 < memory["temporaries"]  # the state is updated in place
+    assert all(row["axes"] == ["context"] and row["hops"] <= 3 for row in found["collectives"])
     # A whole step computes at least the model's FLOPs, three times the forward (without recomputation).
     model = 3 * sum(found["model_flops_per_token"].values()) * 256 / 4
     assert model < found["compiled"]["flops"] < 40 * model  # blocks of 128 x 128 of tiny heads are mostly padding

@@ -1,5 +1,7 @@
 """Compiler and runtime flags for long sequences, each with its reason. libtpu refuses to start on an unknown one.
 
+What the steps need wherever they run, app.cluster.hardware gives the compiler itself.
+
 Several processes get them in LIBTPU_INIT_ARGS, which is read before jax starts; under a single controller that variable
 has no effect, and the XLA flags are arguments of the proxy, the megascale flags those of the workers.
 """
@@ -19,11 +21,6 @@ class XlaFlag:
 
 
 LONG_CONTEXT = (
-    XlaFlag(
-        "xla_enable_async_collective_permute", "true",
-        "the ring's keys and values, and the recurrence's states, travel while the block before is computed",
-    ),
-    XlaFlag("xla_enable_async_all_gather", "true", "the next layer's weights are gathered during this one"),
     XlaFlag(
         "xla_tpu_scoped_vmem_limit_kib", "98304",
         "attention kernels hold a block of keys, values and accumulators each; of 128 MiB", generations=("v6e",),

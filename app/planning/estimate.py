@@ -32,6 +32,7 @@ ASSUMPTIONS = (
     "peak; kernels by bundles, both sides of a branch counted",
     "collectives at link rates over the physical topology plus 1 microsecond a hop; synchronous ones stop the core, "
     "asynchronous ones only where the schedule waits for them; the longest message decides",
+    "gathers of rows on the SparseCores at 0.8 of the HBM's rate; waited for like asynchronous collectives",
     "not counted: waiting for copies between HBM and VMEM, stragglers, the input pipeline, rounds of the experts' "
     "exchange after the first",
 )

@@ -367,3 +367,13 @@ def inner_collectives(module: Module, x: Instruction) -> list[tuple[Instruction,
         for y in inner.values():
             found += [(y, inner)] if y.collective else inner_collectives(module, y)
     return found
+
+
+def gathered_bytes(module: Module, x: Instruction) -> int:
+    """HBM bytes that the gather of a "call-start" on the SparseCores reads and writes, 0 if it calls none."""
+    for y in module.computations.get(x.called("to_apply"), {}).values():
+        if y.operation == "fusion" and "gather_offload" in y.name:
+            return 2 * hbm_bytes(y.result)
+        if inner := gathered_bytes(module, y):
+            return inner
+    return 0

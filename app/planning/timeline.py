@@ -3,6 +3,7 @@
 A core executes the instructions one after the other, in the schedule's order: estimated cycles of XLA's instructions,
 bundles of kernels. A collective occupies its network (ICI or DCN) from the moment it is issued, after those before it;
 an asynchronous one costs the core only what is left of it when the schedule waits for it, and that is the exposed time.
+So do the gathers of rows that libtpu gives to the SparseCores.
 Not counted: waiting for copies between HBM and VMEM, stragglers, transfers inside a loop delaying those issued outside.
 """
 
@@ -10,10 +11,11 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 
-from app.planning.hlo import Computation, Instruction, Module, exchange, inner_collectives
+from app.planning.hlo import Computation, Instruction, Module, exchange, gathered_bytes, inner_collectives
 from app.planning.network import Network
 from app.planning.sources import OTHER
 
+GATHER_RATE = 0.8  # of the HBM's rate: libtpu's hbm_bandwidth_adjustment_factor for gathers on SparseCores
 OWN = 0.9  # share of a computation's time that makes it one part's
 
 Seconds = dict[str, float]
@@ -65,20 +67,21 @@ def _walk_one(
     of: Callable[[str], Spent],
 ) -> Spent:
     spent = Spent()
-    free = {"ici": 0.0, "dcn": 0.0}
+    free = {"ici": 0.0, "dcn": 0.0, "sparse cores": 0.0}
     arriving: dict[str, tuple[str, float]] = {}
 
     def wait(key: str, until: float) -> None:
         spent.exposed[key] += max(0.0, until - spent.seconds)
 
-    def issue(x: Instruction, computation: Computation) -> tuple[str, float]:
+    def occupy(where: str, seconds: float, key: str) -> tuple[str, float]:
         """The key it is booked under and the time at which it has arrived."""
+        free[where] = max(spent.seconds, free[where]) + seconds
+        spent.moving[key] += seconds
+        return key, free[where]
+
+    def issue(x: Instruction, computation: Computation) -> tuple[str, float]:
         transfer = network.transfer(exchange(x, computation, network.size))
-        begin = max(spent.seconds, free[transfer.network])
-        free[transfer.network] = begin + transfer.seconds
-        key = f"{x.collective}, {part(x)}"
-        spent.moving[key] += transfer.seconds
-        return key, begin + transfer.seconds
+        return occupy(transfer.network, transfer.seconds, f"{x.collective}, {part(x)}")
 
     for x in computation.values():
         if x.collective:
@@ -91,8 +94,12 @@ def _walk_one(
         if x.operation.endswith("-done") and x.operands and x.operands[0] in arriving:
             wait(*arriving.pop(x.operands[0]))
         if x.operation == "call-update":  # gives the SparseCores, called before, what they work on
-            for y, inside in inner_collectives(module, computation[x.operands[0]]):
+            start = computation[x.operands[0]]
+            for y, inside in inner_collectives(module, start):
                 arriving[x.name] = issue(y, inside)
+            if moved := gathered_bytes(module, start):
+                seconds = moved / (GATHER_RATE * network.generation.hbm_bytes_per_second)
+                arriving[x.name] = occupy("sparse cores", seconds, f"gather, {part(start)}")
         if x.operation.startswith("call-"):
             continue
         fused = [issue(y, inside) for y, inside in inner_collectives(module, x)]

@@ -38,13 +38,13 @@ from app.models.layers import MLP, normal
 from app.models.moe import MoE
 from app.models.qwen import rematerialised
 from app.planning import compiler, kernels
-from app.planning.hlo import Computation, Instruction, Module, arrays, exchange, hbm_bytes, inner_collectives
+from app.planning.hlo import Computation, Instruction, Module, arrays, exchange, gathered_bytes, inner_collectives
 from app.planning.network import Network
 from app.planning.sources import Sources
+from app.planning.timeline import GATHER_RATE
 from app.training.step import runtime_of
 
 LAYERS = 2  # of the scan: a loop of one trip is no loop, and its parts would be merged
-GATHER_RATE = 0.8  # libtpu's hbm_bandwidth_adjustment_factor for SparseCore gathers
 
 
 def compile_block(config: Config, topology: Topology, kind: str):
@@ -125,7 +125,7 @@ def cost_of(text: str, config: Config, topology: Topology) -> Cost:
             cost.most += times * (most - spent) / LAYERS
         # The SparseCores are called, given the operands, and waited for.
         start = computation.get(x.operands[0]) if x.operation == "call-update" else None
-        if start is not None and (moved := _offloaded(module, start.called("to_apply"))):
+        if start is not None and (moved := gathered_bytes(module, start)):
             busy = max([clock[here], *(end for (where, _), end in arriving.items() if where == here)])
             arriving[here, x.name] = busy + moved * gather_cycles
             cost.most += times * moved * gather_cycles / LAYERS
@@ -151,16 +151,6 @@ def _used(x: Instruction, computation: Computation, config: Config) -> float:
     tokens = config.seq_len * config.global_batch // math.prod(size for axis, size in sizes.items() if axis != "tensor")
     own = model.num_experts // sizes["expert"]
     return min(1.0, (tokens * model.num_experts_per_tok * tiles / rows + own / 2) / tiles)
-
-
-def _offloaded(module: Module, name: str) -> int:
-    """HBM bytes that a gather on the SparseCores reads and writes, 0 if computation `name` is none."""
-    for x in module.computations.get(name, {}).values():
-        if x.operation == "fusion" and "gather_offload" in x.name:
-            return 2 * hbm_bytes(x.result)
-        if inner := _offloaded(module, x.called("to_apply")):
-            return inner
-    return 0
 
 
 def main() -> None:

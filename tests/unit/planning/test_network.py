@@ -22,13 +22,22 @@ HloModule step, is_scheduled=true
 "ici_strategy_config":{"color_strategies":[{"phase_rings":[{"ring_type":"CW"}]},{"phase_rings":[{"ring_type":"CCW"}]}]}}
 }, execution_thread="sparsecore"
 
+%rows (p: bf16[16,4]) -> bf16[64,4] {
+  %p = bf16[16,4]{1,0} parameter(0)
+  ROOT %gather_offload_fusion = bf16[64,4]{1,0} fusion(%p), kind=kCustom, calls=%somewhere
+}, execution_thread="sparsecore"
+
 ENTRY %main (x: bf16[16,4]) -> bf16[64,4] {
   %x = bf16[16,4]{1,0} parameter(0)
   %call-start = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%gather
   %a = bf16[16,4]{1,0} copy(%x)
   %call-update = ((bf16[16,4]{1,0}), bf16[64,4]{1,0}) call-update(%call-start, %a)
   %b = bf16[16,4]{1,0} copy(%x)
-  ROOT %call-done = bf16[64,4]{1,0} call-done(%call-update)
+  %call-done = bf16[64,4]{1,0} call-done(%call-update)
+  %call-start.1 = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%rows
+  %call-update.1 = ((bf16[16,4]{1,0}), bf16[64,4]{1,0}) call-update(%call-start.1, %x)
+  %b.1 = bf16[16,4]{1,0} copy(%x)
+  ROOT %call-done.1 = bf16[64,4]{1,0} call-done(%call-update.1)
 }
 """
 RATE = V5P.ici_bytes_per_second
@@ -118,12 +127,18 @@ def test_the_sparse_cores_work_beside_the_core_from_the_moment_they_have_their_o
     transfer = four.transfer(Exchange("all-gather", 64 * 4 * 2, ((0, 1, 2, 3),), (), rings=2)).seconds
 
     def walk(before, beside):
-        return timeline.walk(module, four, lambda x: {"a": before, "b": beside}.get(x.name, 0.0), lambda x: "part")
+        def core(x):
+            return {"a": before, "b": beside, "b.1": beside}.get(x.name, 0.0)
+
+        return timeline.walk(module, four, core, lambda x: "part")
 
     assert walk(1.0, 0.0).exposed["all-gather, part"] == pytest.approx(transfer, rel=1e-6)
     assert walk(0.0, transfer / 4).exposed["all-gather, part"] == pytest.approx(transfer * 3 / 4)
     assert walk(0.0, 1.0).exposed["all-gather, part"] == 0
     assert walk(0.0, 1.0).moving["all-gather, part"] == pytest.approx(transfer)
+    # Rows come from the same memory, not over the network.
+    rows = 2 * 64 * 4 * 2 / (timeline.GATHER_RATE * V5P.hbm_bytes_per_second)
+    assert walk(0.0, rows / 4).exposed["gather, part"] == pytest.approx(rows * 3 / 4)
 
 
 def test_the_cycles_a_second_make_the_peak():

@@ -9,6 +9,7 @@ a device, 203 of the storage (or the number of the signal that killed it, +128).
 import contextlib
 import functools
 import os
+import re
 import sys
 import time
 import traceback
@@ -50,8 +51,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def failure(error: Exception) -> int:
     """Say what went wrong, and which exit status that is."""
-    from jax.errors import JaxRuntimeError
-
     from app.training.checkpoint import StorageError
     from data.manifest import DataError
 
@@ -59,18 +58,28 @@ def failure(error: Exception) -> int:
         ConfigError: runtime.EXIT_CONFIG,
         DataError: runtime.EXIT_CONFIG,
         NonFiniteTraining: runtime.EXIT_NONFINITE,
-        JaxRuntimeError: runtime.EXIT_DEVICE,
         StorageError: runtime.EXIT_STORAGE,
         OSError: runtime.EXIT_STORAGE,
     }
-    for kind, status in statuses.items():
-        if isinstance(error, kind):
-            named = "" if status < 128 else f"{type(error).__name__}: "
-            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk: the status is what counts
-                print(f"{named}{error}", file=sys.stderr)
-            return status
-    traceback.print_exception(error)
-    return 1
+    status = next((status for kind, status in statuses.items() if isinstance(error, kind)), None)
+    if status is None and of_device(error):
+        status = runtime.EXIT_DEVICE
+    if status is None:
+        traceback.print_exception(error)
+        return 1
+    named = "" if status < 128 else f"{type(error).__name__}: "
+    with contextlib.suppress(OSError):  # stderr may be a file on the same full disk: the status is what counts
+        print(f"{named}{error}", file=sys.stderr)
+    return status
+
+
+def of_device(error: BaseException) -> bool:
+    """Whether XLA's runtime failed. jax hands on some of its errors, that of a gather which lost a process for one, as
+    ValueErrors: they begin with the name of XLA's status."""
+    from jax.errors import JaxRuntimeError
+
+    statuses = r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED): "
+    return isinstance(error, JaxRuntimeError) or bool(isinstance(error, ValueError) and re.match(statuses, str(error)))
 
 
 def run(config: Config, flags: Any) -> int:
@@ -85,7 +94,6 @@ def run(config: Config, flags: Any) -> int:
 
     from app.cluster import pathways, peers
     from app.cluster.watch import Watch
-    from app.training.checkpoint import StorageError
 
     watch = Watch(config.limits)
     try:
@@ -100,8 +108,8 @@ def run(config: Config, flags: Any) -> int:
             status = pathways.train_elastic(on_slices, config)
         else:
             status = train(config, jax.devices(), workdir=workdir, stop=stop, watch=watch)
-    except (jax.errors.JaxRuntimeError, StorageError) as error:
-        if isinstance(error.__cause__ or error, jax.errors.JaxRuntimeError):
+    except Exception as error:
+        if of_device(error.__cause__ or error):
             watch.wait_for_verdict()
         raise
     watch.close()

@@ -34,11 +34,11 @@ class Tuning:
 
 # Chosen by `python -m tests.benchmark.gdn_tune`; what it saw: app/ops/README.md.
 TUNINGS = {
-    "v4": Tuning(128, 6, 6, 6, 60 << 20),
-    "v5e": Tuning(128, 12, 12, 12, 100 << 20),
+    "v4": Tuning(128, 12, 6, 6, 60 << 20),
+    "v5e": Tuning(128, 24, 24, 24, 100 << 20),
     "v5p": Tuning(128, 12, 12, 12, 60 << 20),
     "v6e": Tuning(128, 12, 12, 12, 100 << 20),
-    "tpu7x": Tuning(128, 12, 12, 12, 60 << 20),
+    "tpu7x": Tuning(128, 24, 24, 24, 60 << 20),
 }
 
 

@@ -87,7 +87,8 @@ def compile_block(config: Config, topology: Topology, kind: str):
     scalar = argument((), jnp.float32, PartitionSpec())
     in_specs = (specs, stream, batch, stream, PartitionSpec())
     mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=(specs, stream), check_vma=False)
-    return jax.jit(mapped).lower(params, h, segment_ids, h, scalar).compile()
+    jitted = jax.jit(mapped, compiler_options=dict(topology.generation.compiler_options))
+    return jitted.lower(params, h, segment_ids, h, scalar).compile()
 
 
 @dataclasses.dataclass

@@ -31,7 +31,7 @@ def get_config() -> ConfigDict:
         num_experts_per_tok=2,
         moe_intermediate_size=128,
         shared_expert_intermediate_size=128,
-        router_aux_loss_coef=0.01,
+        router_aux_loss_coef=0.1,  # large: the loss is pooled over layers, and each layer is to be balanced
         tie_word_embeddings=False,
         initializer_range=0.08,  # about 1 / sqrt(hidden_size): 0.02 is for wide models
     )

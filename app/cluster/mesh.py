@@ -64,11 +64,11 @@ def build_mesh(mesh: MeshConfig, devices: Sequence[jax.Device], *, slice_of: Sli
 
 
 def line_length(mesh: Mesh) -> int:
-    """Chips of the straight lines that `context` is made of, if it fills a 3D slice of whole cubes; 1 otherwise.
+    """Chips of the straight lines that `context` or `fsdp` is made of, if it fills a 3D slice of whole cubes; else 1.
 
     Ranks k n .. k n + n - 1 are then a line of n chips, gone up for even k and down for odd k (app.cluster.cycle).
     """
-    ranks = mesh.devices[0, 0, :, 0, 0]
+    ranks = max(mesh.devices[0, :, 0, 0, 0], mesh.devices[0, 0, :, 0, 0], key=len)
     slice_size = sum(device_slice(device) == device_slice(ranks[0]) for device in mesh.devices.flat)
     if len(ranks) < 64 or len(ranks) != slice_size or not hasattr(ranks[0], "coords"):
         return 1

@@ -35,7 +35,7 @@ class Runtime:
 
     rules: sharding.Rules = sharding.UNSHARDED
     sequence_slices: int = 1  # slices that the sequence spans: between them its links are slow
-    context_line: int = 1  # chips of a straight line of the context axis (app.cluster.mesh.line_length)
+    line: int = 1  # chips of a straight line of the axis that fills a slice (app.cluster.mesh.line_length)
     precision: Precision = Precision()
     remat: str = "none"
     gdn_chunk: int = 64
@@ -87,7 +87,7 @@ def gathered(param: nnx.Param, runtime: Runtime) -> jax.Array:
 def gathered_part(part: jax.Array, dim: int, runtime: Runtime) -> jax.Array:
     """The same of any array that is cut along `dim` like a parameter's width."""
     precision = runtime.precision
-    axes, line = runtime.rules.width, runtime.context_line
+    axes, line = runtime.rules.width, runtime.line
     return sharding.gather(part, axes, dim, precision.compute, precision.reduce, line)
 
 

@@ -53,7 +53,7 @@ class Experts(nnx.Module):
 
     def whole(self, shards) -> expert_ops.ExpertWeights:
         """This rank's experts with their whole width."""
-        compute, width, line = self.runtime.precision.compute, self.runtime.rules.width, self.runtime.context_line
+        compute, width, line = self.runtime.precision.compute, self.runtime.rules.width, self.runtime.line
         gate, up, down = (
             sharding.whole(shard, width, dim, compute, line) for shard, dim in zip(shards, self.WIDTH_DIMS, strict=True)
         )
@@ -61,7 +61,7 @@ class Experts(nnx.Module):
 
     def reduced(self, gradient: expert_ops.ExpertWeights) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The gradients of `shards`, from those of the matrices that `whole` makes of them."""
-        precision, width, line = self.runtime.precision, self.runtime.rules.width, self.runtime.context_line
+        precision, width, line = self.runtime.precision, self.runtime.rules.width, self.runtime.line
         whole = gradient.gate, gradient.up, gradient.down
         gate, up, down = (
             sharding.reduce_scatter(grad, width, dim, precision.reduce, line).astype(precision.params)

@@ -81,7 +81,7 @@ class Program:
         self.config = config
         self.mesh = mesh
         runtime = runtime_of(config, mesh.devices.flat[0].platform)
-        self.runtime = dataclasses.replace(runtime, context_line=line_length(mesh))
+        self.runtime = dataclasses.replace(runtime, line=line_length(mesh))
         self.specs = model_params.describe(config.model, self.runtime)
         self.partitions = {name: spec.partition for name, spec in self.specs.items()}
         self.direction = optim.direction(config.optimizer, self.specs)
@@ -165,7 +165,7 @@ class Program:
             vocab_axes=self.runtime.rules.vocab,
             width_axes=self.runtime.rules.width,
             reduce_dtype=self.runtime.precision.reduce,
-            line=self.runtime.context_line,
+            line=self.runtime.line,
         )
         first = cross_entropy(hidden, model.head_part(), batch["targets"], batch["loss_mask"])
         if not self.runtime.mtp:

@@ -94,10 +94,11 @@ def test_the_sequence_is_a_cycle_of_physical_neighbours(topology, sizes):
     assert report.is_cycle and report.closing_hops <= 1 and report.far_pairs == 0, report
 
 
+@pytest.mark.parametrize("axis", ["context", "fsdp"])
 @pytest.mark.parametrize("topology, length", [("v5p:8x8x4", 4), ("v5p:4x4x4", 4), ("v5p:8x8x8", 8)])
-def test_a_whole_slice_is_lines_and_planes_across_them(topology, length):
+def test_a_whole_slice_is_lines_and_planes_across_them(topology, length, axis):
     """Weights are gathered along lines, then over planes: each a box of chips, or its ranks would share their links."""
-    mesh = build(topology, context=-1)
+    mesh = build(topology, **{axis: -1})
     assert line_length(mesh) == length
     places = np.array([device.coords for device in mesh.devices.ravel()])
     planes, lines = sharding.planes_and_lines(len(places), length)

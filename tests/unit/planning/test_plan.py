@@ -10,7 +10,7 @@ import pytest
 from app import plan
 from app.cluster.hardware import parse_topology
 from app.planning import compiler, search
-from tests.tiny import TINY, tiny_config
+from tests.tiny import EXPERTS, TINY, tiny_config
 
 CHANGES = {
     "model.num_hidden_layers": 2, "model.full_attention_interval": 2, "mesh.fsdp": 1, "mesh.context": 4,
@@ -83,3 +83,9 @@ def test_the_search_offers_valid_meshes_only_the_cheapest_first():
     assert sizes[0] == (4, 1, 1) and {(2, 2, 1), (1, 4, 1), (2, 1, 2)} <= set(sizes)
     assert all(fsdp * context * tensor == 4 for fsdp, context, tensor in sizes)
     assert all(one.global_batch % (one.mesh.fsdp * one.accumulation) == 0 for one in found)
+
+
+def test_the_search_offers_more_ranks_for_the_experts():
+    config = tiny_config(**EXPERTS, **{"global_batch": 1, "seq_len": 256, "mesh.cpu_devices": 0, "mesh.fsdp": 1})
+    found = search.candidates(config, parse_topology("v5p:2x2x2"), 1)
+    assert [(one.mesh.context, one.mesh.expert) for one in found[:2]] == [(8, 1), (2, 4)]

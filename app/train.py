@@ -127,7 +127,7 @@ def train(
     from app.models import params as model_params
     from app.training import checkpoint, flops, profile
     from app.training.metrics import MetricsLog, Progress, StepTimer
-    from app.training.step import Program
+    from app.training.step import Program, memory
     from data import pipeline
 
     # ---- mesh -------------------------------------------------------------------------------------------------------
@@ -195,9 +195,9 @@ def train(
     train_step = program.train_step.lower(program.state, program.batch).compile()
     say(f"compiled in {time.perf_counter() - started:.1f} s")
     peers.exchange("compiled")  # a process that found it in the cache waits here: gloo gives the others 30 s only
-    if (memory := train_step.memory_analysis()) is not None:
-        say(f"memory a device: {memory.argument_size_in_bytes / 1e9:.3f} GB state and batch, "
-            f"{memory.temp_size_in_bytes / 1e9:.3f} GB temporaries")  # fmt: skip
+    if sizes := memory(train_step):
+        say(f"memory a device: {sizes['arguments'] / 1e9:.3f} GB state and batch, "
+            f"{sizes['temporaries'] / 1e9:.3f} GB temporaries")  # fmt: skip
 
     # ---- loop -------------------------------------------------------------------------------------------------------
     if leader:

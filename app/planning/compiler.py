@@ -44,7 +44,7 @@ class DoesNotFit(CompilerError):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """memory: bytes of HBM a device by kind (`_memory`); seconds and peak resident bytes of the compilation."""
+    """memory: bytes of HBM a device by kind (app.training.step.memory); seconds, peak resident bytes: of compiling."""
 
     text: str
     memory: dict[str, int]
@@ -132,7 +132,7 @@ def _sources() -> str:
 
 
 def _main(arguments: Sequence[str]) -> None:
-    from app.training.step import Program
+    from app.training.step import Program, memory
 
     wanted = json.loads(Path(arguments[0]).read_text())
     folder = Path(arguments[1])
@@ -142,24 +142,12 @@ def _main(arguments: Sequence[str]) -> None:
     compiled = program.train_step.lower(program.state, program.batch).compile()
     seconds = time.perf_counter() - started
     facts = {
-        "memory": _memory(compiled.memory_analysis()),
+        "memory": memory(compiled),
         "seconds": seconds,
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     (folder / "program.hlo.gz").write_bytes(gzip.compress((compiled.as_text() or "").encode(), 3))
     (folder / "facts.json").write_text(json.dumps(facts))
-
-
-def _memory(found) -> dict[str, int]:
-    """Of jax's CompiledMemoryStats. Its temp_size_in_bytes is not what the program takes: it holds VMEM, too, and what
-    the packing of HBM leaves unused twice (libtpu compiled 27B for 32 v5p chips at 136 GB by that, 94 GB in truth)."""
-    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
-    return {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": outputs,
-        "temporaries": found.total_allocation_bytes - found.argument_size_in_bytes - outputs,
-        "code": found.generated_code_size_in_bytes,
-    }
 
 
 if __name__ == "__main__":

@@ -248,3 +248,21 @@ def _token_counts(batch: Batch) -> dict[str, jax.Array]:
         "loss_tokens": jnp.sum(batch["loss_mask"], dtype=jnp.int32),
     }
     return lax.psum(local, sharding.DATA_AXES)
+
+
+def memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes a device of a compiled program by kind, {} where the backend does not tell.
+
+    jax's own temp_size_in_bytes is not what a TPU needs: it holds VMEM, too, and twice what the packing of HBM leaves
+    unused (27B on 32 v5p chips: 126 GB; 84 GB are allocated).
+    """
+    found = compiled.memory_analysis()
+    if found is None:
+        return {}
+    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+    return {
+        "arguments": found.argument_size_in_bytes,
+        "outputs": outputs,
+        "temporaries": found.total_allocation_bytes - found.argument_size_in_bytes - outputs,
+        "code": found.generated_code_size_in_bytes,
+    }

@@ -46,7 +46,11 @@ class Instruction:
 
     @property
     def collective(self) -> str | None:
-        """The kind of a collective, of its start if it is asynchronous; None for everything else."""
+        """The kind of a collective, of its start if it is asynchronous; None for everything else. Between slices libtpu
+        makes a send and a receive of each; the receive stands for it."""
+        between = re.search(r'_xla_megascale_transfer_type="(\w+)"', self.attributes)
+        if between and self.operation == "recv":
+            return {"ONE_TO_ONE": "collective-permute"}.get(between[1], between[1].lower().replace("_", "-"))
         kind = self.operation.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
 
@@ -304,13 +308,15 @@ def _positions(size_in: int, size_out: int, window: int, stride: int, pad: int, 
 class Exchange:
     """One collective instruction: kind, bytes a device puts in or takes out (the larger of the two: an all-gather's
     result, the others' operand), who talks to whom, either groups of device numbers or pairs (source, target), and the
-    one-way rings that the SparseCores send it round (0: the TensorCores do it, over all links)."""
+    one-way rings that the SparseCores send it round (0: the TensorCores do it, over all links). Between slices: `dcn`,
+    and the bytes are those received."""
 
     kind: str
     bytes: int
     groups: tuple[tuple[int, ...], ...]
     pairs: tuple[tuple[int, int], ...]
     rings: int = 0
+    dcn: bool = False
 
 
 def exchange(x: Instruction, computation: Computation, devices: int) -> Exchange:
@@ -320,6 +326,8 @@ def exchange(x: Instruction, computation: Computation, devices: int) -> Exchange
     """
     kind = x.collective
     assert kind is not None
+    if x.operation == "recv":
+        return Exchange(kind, shape_bytes(re.sub(r"\bu32\[\]", "", x.result)), (), (), dcn=True)
     sent = sum(shape_bytes(computation[name].result) for name in x.operands if name in computation)
     if kind == "all-gather":
         whole = shape_bytes(re.sub(r"\b[a-z]+\d*\[\]", "", x.result))

@@ -86,7 +86,7 @@ def _walk_one(
     for x in computation.values():
         if x.collective:
             arrival = issue(x, computation)
-            if x.operation.endswith("-start"):
+            if x.operation.endswith("-start") or x.operation == "recv":
                 arriving[x.name] = arrival
             else:
                 wait(*arrival)

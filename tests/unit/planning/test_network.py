@@ -7,7 +7,7 @@ import pytest
 
 from app.cluster.hardware import GENERATIONS
 from app.planning import timeline
-from app.planning.hlo import Exchange, Module
+from app.planning.hlo import Exchange, Module, exchange
 from app.planning.network import HOP_SECONDS, Network
 from tests.unit.planning.test_hlo import PROGRAM
 
@@ -41,6 +41,23 @@ ENTRY %main (x: bf16[16,4]) -> bf16[64,4] {
 }
 """
 RATE = V5P.ici_bytes_per_second
+
+
+BETWEEN_SLICES = """\
+HloModule step, is_scheduled=true
+
+ENTRY %main (x: bf16[64,4]) -> bf16[64,4] {
+  %x = bf16[64,4]{1,0} parameter(0)
+  %t = token[] after-all()
+  %s = (bf16[64,4]{1,0}, u32[]{:S(2)}, token[]) send(%x, %t), is_host_transfer=true, frontend_attributes={\
+_xla_megascale_target="{1,2}x{0:63}",_xla_megascale_transfer_type="TYPE"}
+  %r = (bf16[64,4]{1,0}, u32[]{:S(2)}, token[]) recv(%t), is_host_transfer=true, frontend_attributes={\
+_xla_megascale_target="{1,2}x{0:63}",_xla_megascale_transfer_type="TYPE"}
+  %b = bf16[64,4]{1,0} copy(%x)
+  %d = (bf16[64,4]{1,0}, token[]) recv-done(%r), is_host_transfer=true
+  ROOT %y = bf16[64,4]{1,0} get-tuple-element(%d), index=0
+}
+"""
 
 
 def network(shape=(4, 4, 4), slices=1, axes=("context",), sizes=None):
@@ -97,11 +114,17 @@ def test_groups_that_interleave_share_links():
 
 def test_between_slices_data_moves_at_the_rate_of_the_data_centre():
     two = network(slices=2, axes=("data", "context"), sizes=(2, 64))
-    found = two.transfer(Exchange("collective-permute", 10**6, (), ((0, 64),)))
-    assert (found.network, found.axes) == ("dcn", ("data",))
-    assert found.seconds == pytest.approx(10**6 / V5P.dcn_bytes_per_second + HOP_SECONDS)
-    both = two.transfer(Exchange("all-reduce", 10**9, (tuple(range(128)),), ()))
-    assert both.network == "dcn" and both.seconds > 10**9 / 64 / V5P.dcn_bytes_per_second
+    for kind, transfer_type, share in (
+        ("collective-permute", "ONE_TO_ONE", 1), ("all-gather", "ALL_GATHER", 1 / 2), ("all-reduce", "ALL_REDUCE", 1),
+    ):  # fmt: skip
+        module = Module.parse(BETWEEN_SLICES.replace("TYPE", transfer_type))
+        x, computation = module.computations["main"]["r"], module.computations["main"]
+        found = two.transfer(exchange(x, computation, two.size))
+        assert (x.collective, found.network, found.axes) == (kind, "dcn", ("data",))
+        assert found.seconds == pytest.approx(64 * 4 * 2 * share / V5P.dcn_bytes_per_second + HOP_SECONDS)
+        spent = timeline.walk(module, two, lambda x: 1e-6 * (x.name == "b"), lambda x: "part")
+        assert spent.exposed[f"{kind}, part"] == pytest.approx(found.seconds - 1e-6)
+    assert two.size == 64  # a program numbers the devices of one slice
 
 
 def test_an_asynchronous_transfer_costs_what_the_core_has_to_wait():

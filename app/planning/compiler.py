@@ -81,7 +81,7 @@ def compile_step(config: Config, topology: Topology, slices: int, timeout: float
 
 def _failure(words: str) -> CompilerError:
     if "RESOURCE_EXHAUSTED" in words:
-        found = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", words)
+        found = re.search(r"([\d.]+\w)\)? (?:of|exceeds available HBM) \(?([\d.]+\w)", words)
         size = f"it needs {found[1]} of {found[2]}" if found else last_words(words)
         return DoesNotFit(f"the step does not fit into a device's HBM: {size}")
     return CompilerError(f"the step could not be compiled: {last_words(words)}")

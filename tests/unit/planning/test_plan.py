@@ -61,9 +61,16 @@ def test_a_missing_libtpu_is_status_4(capsys, monkeypatch):
     assert "libtpu is not installed" in capsys.readouterr().err
 
 
-def test_a_step_that_does_not_fit_is_status_2_and_names_keys(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "words",
+    [
+        "... Used 120.50G of 95.73G hbm. Exceeded by 24.77G.",
+        "E1000: the total memory required for HLO temporaries (120.50G) exceeds available HBM (95.73G). HLO module: x.",
+    ],
+)
+def test_a_step_that_does_not_fit_is_status_2_and_names_keys(words, capsys, monkeypatch):
     def exhausted(*_):
-        raise compiler._failure("E1 x\nRESOURCE_EXHAUSTED: ... Used 120.50G of 95.73G hbm. Exceeded by 24.77G.")
+        raise compiler._failure(f"E1 x\nRESOURCE_EXHAUSTED: {words}\nSee https://openxla.org")
 
     monkeypatch.setattr(compiler, "compile_step", exhausted)
     assert plan.main(SMALL) == 2

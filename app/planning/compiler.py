@@ -32,6 +32,8 @@ from app.config import Config, from_config_dict
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+# libtpu as a compiler only: no TPU is looked for, and several processes may have it.
+LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 class CompilerError(RuntimeError):
@@ -81,7 +83,7 @@ def compile_step(config: Config, topology: Topology, slices: int, timeout: float
 
 def _failure(words: str) -> CompilerError:
     if "RESOURCE_EXHAUSTED" in words:
-        found = re.search(r"([\d.]+\w)\)? (?:of|exceeds available HBM) \(?([\d.]+\w)", words)
+        found = re.search(r"([\d.]+[KMGT])\)? (?:of|exceeds available HBM) \(?([\d.]+[KMGT])", words)
         size = f"it needs {found[1]} of {found[2]}" if found else last_words(words)
         return DoesNotFit(f"the step does not fit into a device's HBM: {size}")
     return CompilerError(f"the step could not be compiled: {last_words(words)}")
@@ -98,6 +100,7 @@ def devices(topology: Topology, slices: int = 1) -> list:
     """Abstract devices of `slices` slices, as libtpu describes them."""
     from jax.experimental import topologies
 
+    os.environ.update(LIBTPU)  # read when libtpu is loaded
     options = dict(topology.generation.libtpu_options) | ({"num_slices": slices} if slices > 1 else {})
     return topologies.get_topology_desc(platform="tpu", topology_name=str(topology), **options).devices
 
@@ -110,8 +113,8 @@ def mesh_of(config: Config, topology: Topology, slices: int) -> "Mesh":
 
 
 def environment() -> dict[str, str]:
-    """Of processes that use libtpu as a compiler only: no TPU is looked for, and several may run at once."""
-    return os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    """Of processes that compile."""
+    return os.environ | LIBTPU | {"JAX_PLATFORMS": "cpu"}
 
 
 @functools.cache

@@ -153,6 +153,7 @@ class LossConfig:
     chunk: int
     z_weight: float
     router_z_weight: float
+    layer_balance_weight: float
     mtp_weight: float
 
 

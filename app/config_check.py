@@ -40,7 +40,7 @@ POSITIVE = (
     "limits.join", "limits.step", "limits.slow", "limits.peer",
 )  # fmt: skip
 NOT_NEGATIVE = (
-    "loss.z_weight", "loss.router_z_weight", "loss.mtp_weight", "model.router_aux_loss_coef",
+    "loss.z_weight", "loss.router_z_weight", "loss.layer_balance_weight", "loss.mtp_weight", "model.router_aux_loss_coef",
     "optimizer.final_learning_rate", "optimizer.weight_decay", "checkpoint.every_minutes",
 )  # fmt: skip
 MAX_SEED = 2**32 - 1
@@ -219,12 +219,12 @@ def _sharding(config: Config, sizes: Sizes) -> Problems:
                 f"model.{name}={size} does not divide over mesh.tensor={sizes['tensor']}: "
                 f"use a mesh.tensor that divides {size}"
             )
-    shards = sizes["fsdp"] * sizes["context"]
+    shards = sizes["fsdp"] * sizes["context"] * sizes["expert"]
     if not _divides(shards, model.hidden_size):
         yield (
             f"model.hidden_size={model.hidden_size} does not divide over mesh.fsdp={sizes['fsdp']} x "
-            f"mesh.context={sizes['context']} = {shards} (weights are cut along it): use sizes whose product divides "
-            f"{model.hidden_size}, and mesh.data for the other devices"
+            f"mesh.context={sizes['context']} x mesh.expert={sizes['expert']} = {shards} (weights are cut along it): use "
+            f"sizes whose product divides {model.hidden_size}, and mesh.data for the other devices"
         )
     cuts = sizes["data"] * sizes["fsdp"] * config.accumulation
     if not _divides(cuts, config.global_batch):

@@ -31,13 +31,12 @@ def get_config() -> ConfigDict:
         num_experts_per_tok=2,
         moe_intermediate_size=128,
         shared_expert_intermediate_size=128,
-        router_aux_loss_coef=0.1,  # large: the loss is pooled over layers, and each layer is to be balanced
         tie_word_embeddings=False,
         initializer_range=0.08,  # about 1 / sqrt(hidden_size): 0.02 is for wide models
     )
     config.dtypes.compute = "float32"  # CPUs are slower in bfloat16
     config.mesh.cpu_devices = 1
-    config.loss.update(chunk=1024, router_z_weight=1e-3)
+    config.loss.update(chunk=1024, layer_balance_weight=0.1, router_z_weight=1e-3)
     config.ops.attention_block = 128
     config.optimizer.update(learning_rate=3e-3, final_learning_rate=3e-4, warmup_steps=30, weight_decay=0.05)
     config.data.source = "stdlib"

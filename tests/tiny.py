@@ -18,7 +18,7 @@ TINY = {
 EXPERTS = {
     "model.num_hidden_layers": 2, "model.full_attention_interval": 2, "model.num_experts": 16,
     "model.num_experts_per_tok": 3, "model.moe_intermediate_size": 24, "model.shared_expert_intermediate_size": 16,
-    "model.router_aux_loss_coef": 0.02, "loss.router_z_weight": 0.01,
+    "model.router_aux_loss_coef": 0.02, "loss.router_z_weight": 0.01, "loss.layer_balance_weight": 0.02,
 }  # fmt: skip
 
 

@@ -26,10 +26,11 @@ class Rules:
 
     batch: MeshAxes = ("data", "fsdp")
     time: MeshAxes = ("context", "expert")  # context major: rank order along the pair is the sequence order
-    width: MeshAxes = ("fsdp", "context")  # of parameters: at batch 1 the sequence ranks are what shards weights
+    width: MeshAxes = ("fsdp", "context", "expert")  # of parameters: at batch 1 the sequence ranks shard weights
     heads: MeshAxes = ("tensor",)
     mlp: MeshAxes = ("tensor",)
     experts: MeshAxes = ("expert",)  # whose ranks are neighbours in the sequence: one long row has them too
+    expert_width: MeshAxes = ("fsdp", "context")
     vocab: MeshAxes = ("tensor",)
     layers: MeshAxes = ()
 
@@ -47,7 +48,7 @@ class Rules:
 
 
 SHARDED = Rules()
-UNSHARDED = Rules(batch=(), time=(), width=(), heads=(), mlp=(), experts=(), vocab=())
+UNSHARDED = Rules(batch=(), time=(), width=(), heads=(), mlp=(), experts=(), expert_width=(), vocab=())
 
 BATCH_SPEC = SHARDED.spec(("batch", "time"))
 # Gradients are partial over these axes and complete over `tensor`.

@@ -43,9 +43,9 @@ class Experts(nnx.Module):
         E, D, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
         init, dtype = layers.normal(config.initializer_range), runtime.precision.params
         self.runtime = runtime
-        self.gate_proj = layers.make_param((E, D, F), ("experts", "width", "mlp"), init, dtype)
-        self.up_proj = layers.make_param((E, D, F), ("experts", "width", "mlp"), init, dtype)
-        self.down_proj = layers.make_param((E, F, D), ("experts", "mlp", "width"), init, dtype)
+        self.gate_proj = layers.make_param((E, D, F), ("experts", "expert_width", "mlp"), init, dtype)
+        self.up_proj = layers.make_param((E, D, F), ("experts", "expert_width", "mlp"), init, dtype)
+        self.down_proj = layers.make_param((E, F, D), ("experts", "mlp", "expert_width"), init, dtype)
 
     def shards(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """This rank's part of its experts' matrices: gate, up, down."""
@@ -53,7 +53,7 @@ class Experts(nnx.Module):
 
     def whole(self, shards) -> expert_ops.ExpertWeights:
         """This rank's experts with their whole width."""
-        compute, width, line = self.runtime.precision.compute, self.runtime.rules.width, self.runtime.line
+        compute, width, line = self.runtime.precision.compute, self.runtime.rules.expert_width, self.runtime.line
         gate, up, down = (
             sharding.whole(shard, width, dim, compute, line) for shard, dim in zip(shards, self.WIDTH_DIMS, strict=True)
         )
@@ -61,7 +61,7 @@ class Experts(nnx.Module):
 
     def reduced(self, gradient: expert_ops.ExpertWeights) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The gradients of `shards`, from those of the matrices that `whole` makes of them."""
-        precision, width, line = self.runtime.precision, self.runtime.rules.width, self.runtime.line
+        precision, width, line = self.runtime.precision, self.runtime.rules.expert_width, self.runtime.line
         whole = gradient.gate, gradient.up, gradient.down
         gate, up, down = (
             sharding.reduce_scatter(grad, width, dim, precision.reduce, line).astype(precision.params)

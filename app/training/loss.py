@@ -51,21 +51,29 @@ def chunked_cross_entropy(
 
 def router_losses(
     routings: list[Routing], experts_per_token: int, tokens: jax.Array, data_axes: MeshAxes
-) -> tuple[jax.Array, jax.Array]:
-    """(balance loss, z loss): this rank's share of a micro-batch, float32 scalars that add up to the step's.
+) -> dict[str, jax.Array]:
+    """This rank's share of a micro-batch's losses, float32 scalars that add up to the step's.
 
-    routings: of all layers with experts, stacked by group; tokens: real tokens of the global batch (float32). Pooled
-    over all these layers and the real tokens of all ranks, as published: balance = E x sum over experts of (share of
-    assignments x K) x (mean probability), which is K for a balanced router. The shares, which carry no gradient, are
+    routings: of all layers with experts, stacked by group; tokens: real tokens of the global batch (float32). Over the
+    real tokens of all ranks, balance = E x sum over experts of (share of assignments x K) x (mean probability), K for a
+    balanced router: balance_loss pools all layers first, as transformers does (load_balancing_loss_func), so that they
+    may make up for each other; layer_balance_loss is the mean of the layers'. The shares, which carry no gradient, are
     those of the micro-batch: with accumulation the step's loss is the mean of its micro-batches', weighted by tokens.
-    z = mean of logsumexp^2.
+    router_z_loss: mean of logsumexp^2.
     """
-    layer_tokens = tokens * sum(routing.rounds.shape[0] for routing in routings)
-    assignments_E = lax.psum(sum(jnp.sum(routing.assignments, axis=0) for routing in routings), data_axes)
-    share_E = experts_per_token * assignments_E / jnp.maximum(jnp.sum(assignments_E), 1.0)
-    probability_E = sum(jnp.sum(routing.probability, axis=0) for routing in routings)
-    balance = share_E.size * jnp.sum(lax.stop_gradient(share_E) * probability_E) / layer_tokens
-    return balance, sum(jnp.sum(routing.squared_lse) for routing in routings) / layer_tokens
+    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+    layer_tokens = tokens * whole.rounds.size
+
+    def balance(assignments_LE, probability_LE):
+        share_LE = experts_per_token * assignments_LE / jnp.maximum(jnp.sum(assignments_LE, axis=1, keepdims=True), 1.0)
+        return share_LE.shape[1] * jnp.sum(lax.stop_gradient(share_LE) * probability_LE) / layer_tokens
+
+    of_layers = lax.psum(whole.assignments, data_axes), whole.probability
+    return {
+        "balance_loss": balance(*(jnp.sum(sums_LE, axis=0, keepdims=True) for sums_LE in of_layers)),
+        "layer_balance_loss": balance(*of_layers),
+        "router_z_loss": jnp.sum(whole.squared_lse) / layer_tokens,
+    }
 
 
 def router_metrics(routings: list[Routing], exchanges: int) -> dict[str, jax.Array]:

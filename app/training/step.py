@@ -182,6 +182,11 @@ class Program:
         counts = _token_counts(batch)
         valid, tokens = (jnp.maximum(counts[name], 1).astype(jnp.float32) for name in ("loss_tokens", "tokens"))
         model, experts = self.config.model, self.config.model.num_experts > 0
+        router_weights = {
+            "balance_loss": model.router_aux_loss_coef,
+            "layer_balance_loss": self.config.loss.layer_balance_weight,
+            "router_z_loss": self.config.loss.router_z_weight,
+        }
         if self.runtime.mtp:
             second_tokens = lax.psum(jnp.sum(self._second_targets(batch)[1], dtype=jnp.int32), sharding.DATA_AXES)
             second_valid = jnp.maximum(second_tokens, 1).astype(jnp.float32)
@@ -193,9 +198,9 @@ class Program:
                 total += self.config.loss.mtp_weight * second[0] / second_valid
                 sums |= {"mtp_loss": second[1] / second_valid}
             if experts:
-                balance, penalty = router_losses(routings, model.num_experts_per_tok, tokens, sharding.DATA_AXES)
-                total += model.router_aux_loss_coef * balance + self.config.loss.router_z_weight * penalty
-                sums |= {"balance_loss": balance, "router_z_loss": penalty}
+                losses = router_losses(routings, model.num_experts_per_tok, tokens, sharding.DATA_AXES)
+                total += sum(weight * losses[name] for name, weight in router_weights.items())
+                sums |= losses
             return total, ({"total_loss": total, **sums}, routings)
 
         def accumulate(gradient, micro):

@@ -40,8 +40,8 @@ POSITIVE = (
     "limits.join", "limits.step", "limits.slow", "limits.peer",
 )  # fmt: skip
 NOT_NEGATIVE = (
-    "loss.z_weight", "loss.router_z_weight", "loss.layer_balance_weight", "loss.mtp_weight", "model.router_aux_loss_coef",
-    "optimizer.final_learning_rate", "optimizer.weight_decay", "checkpoint.every_minutes",
+    "loss.z_weight", "loss.router_z_weight", "loss.layer_balance_weight", "loss.mtp_weight",
+    "model.router_aux_loss_coef", "optimizer.final_learning_rate", "optimizer.weight_decay", "checkpoint.every_minutes",
 )  # fmt: skip
 MAX_SEED = 2**32 - 1
 # Positions are int32; rope multiplies them in float32, which holds every integer up to here.
@@ -223,8 +223,8 @@ def _sharding(config: Config, sizes: Sizes) -> Problems:
     if not _divides(shards, model.hidden_size):
         yield (
             f"model.hidden_size={model.hidden_size} does not divide over mesh.fsdp={sizes['fsdp']} x "
-            f"mesh.context={sizes['context']} x mesh.expert={sizes['expert']} = {shards} (weights are cut along it): use "
-            f"sizes whose product divides {model.hidden_size}, and mesh.data for the other devices"
+            f"mesh.context={sizes['context']} x mesh.expert={sizes['expert']} = {shards} (weights are cut along it): "
+            f"use sizes whose product divides {model.hidden_size}, and mesh.data for the other devices"
         )
     cuts = sizes["data"] * sizes["fsdp"] * config.accumulation
     if not _divides(cuts, config.global_batch):

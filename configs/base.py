@@ -92,7 +92,7 @@ def get_config() -> ConfigDict:
     config.loss = ConfigDict()
     config.loss.chunk = 512  # tokens whose logits exist at a time on a device (x vocab_size x 4 bytes)
     config.loss.z_weight = 0.0  # weight of the mean squared logsumexp, which keeps logits near 0; 1e-4 is usual
-    config.loss.layer_balance_weight = 0.0  # a router_aux_loss_coef under which each layer has to balance its own experts
+    config.loss.layer_balance_weight = 0.0  # a router_aux_loss_coef for which every layer has to be balanced
     config.loss.router_z_weight = 0.0  # the same of the router's logits, over tokens and layers; 1e-3 is usual
     config.loss.mtp_weight = 0.0  # of the loss of one more layer, for the token after the next; 0.1 to 0.3; 0: none
 

@@ -3,8 +3,8 @@ r"""Qwen3.5-397B-A17B: 396.346 billion parameters, 512 experts of which 10 and t
     python -m app.train --config=configs/qwen3_5_397b_a17b.py --workdir=DIR \
         --config.data.path=PREPARED --config.data.tokenizer=PREPARED/tokenizer.json
 
-One sequence of 1,048,576 tokens over all devices, a power of two of them and at least 8: eight neighbours in the
-sequence share the experts. Where it fits, by arithmetic: float32 weights, two moments and gradients take 16 bytes a
+One sequence of 1,048,576 tokens over all devices, a power of two of them and at least 64, which share the experts as
+neighbours in the sequence. Where it fits, by arithmetic: float32 weights, two moments and gradients take 16 bytes a
 parameter, 6,342 GB in all; on 512 v5p chips that is 12.4 GB of the 95 of each, beside the activations of 2,048 tokens.
 Expected first loss of fresh weights: ln(248320) + 4096 x 0.02^2 / 2 = 13.2 nats a token.
 """
@@ -32,6 +32,6 @@ def get_config() -> ConfigDict:
         router_aux_loss_coef=0.001,
         tie_word_embeddings=False,
     )
-    config.mesh.update(fsdp=1, context=-1, expert=8)
+    config.mesh.update(fsdp=1, context=-1, expert=64)
     config.optimizer.update(learning_rate=1e-4, final_learning_rate=1e-5)
     return config

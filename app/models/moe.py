@@ -5,10 +5,12 @@ one token. Published mathematics: transformers, `Qwen3_5MoeSparseMoeBlock`; the 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from app.cluster import sharding
 from app.config import ModelConfig
@@ -27,51 +29,28 @@ class Routing:
     """
 
     assignments: jax.Array
+    rounds: jax.Array
+    dropped: jax.Array
     probability: jax.Array
     squared_lse: jax.Array
     entropy: jax.Array
-    rounds: jax.Array
-    dropped: jax.Array
 
 
 class Experts(nnx.Module):
     """The matrices of all experts; each rank of the expert axis holds its share."""
 
-    WIDTH_DIMS = 1, 1, 2  # of gate, up and down
-
     def __init__(self, config: ModelConfig, runtime: layers.Runtime):
         E, D, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
         init, dtype = layers.normal(config.initializer_range), runtime.precision.params
-        self.runtime = runtime
         self.gate_proj = layers.make_param((E, D, F), ("experts", "expert_width", "mlp"), init, dtype)
         self.up_proj = layers.make_param((E, D, F), ("experts", "expert_width", "mlp"), init, dtype)
         self.down_proj = layers.make_param((E, F, D), ("experts", "mlp", "expert_width"), init, dtype)
 
-    def shards(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """This rank's part of its experts' matrices: gate, up, down."""
-        return self.gate_proj[...], self.up_proj[...], self.down_proj[...]
-
-    def whole(self, shards) -> expert_ops.ExpertWeights:
-        """This rank's experts with their whole width."""
-        compute, width, line = self.runtime.precision.compute, self.runtime.rules.expert_width, self.runtime.line
-        gate, up, down = (
-            sharding.whole(shard, width, dim, compute, line) for shard, dim in zip(shards, self.WIDTH_DIMS, strict=True)
-        )
-        return expert_ops.ExpertWeights(gate, up, down)
-
-    def reduced(self, gradient: expert_ops.ExpertWeights) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The gradients of `shards`, from those of the matrices that `whole` makes of them."""
-        precision, width, line = self.runtime.precision, self.runtime.rules.expert_width, self.runtime.line
-        whole = gradient.gate, gradient.up, gradient.down
-        gate, up, down = (
-            sharding.reduce_scatter(grad, width, dim, precision.reduce, line).astype(precision.params)
-            for grad, dim in zip(whole, self.WIDTH_DIMS, strict=True)
-        )
-        return gate, up, down
-
 
 class MoE(nnx.Module):
-    """[B,T,D], segment ids [B,T] -> [B,T,D] and the Routing. Padding (segment 0) goes to no expert."""
+    """[B,T,D], segment ids [B,T] -> [B,T,D] and the Routing. Padding (segment 0) goes to no expert but the shared."""
+
+    WIDTH_DIMS = 1, 1, 2  # of gate, up and down, behind the dim of the experts
 
     def __init__(self, config: ModelConfig, runtime: layers.Runtime):
         self.config, self.runtime = config, runtime
@@ -82,55 +61,100 @@ class MoE(nnx.Module):
         self.shared_expert_gate = layers.make_param((D, 1), ("width", None), init, dtype)
 
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, Routing]:
-        runtime, shape = self.runtime, x_BTD.shape
-        experts_NK, weights_NK, gate_N1, routing = self._route(x_BTD.reshape(-1, shape[-1]), segment_ids_BT.reshape(-1))
-        x_ND, weights_NK = sharding.enter_parallel((x_BTD.reshape(-1, shape[-1]), weights_NK), runtime.rules.mlp)
-        chosen_ND, rounds, dropped = expert_ops.expert_mlp(
+        runtime, x_ND = self.runtime, x_BTD.reshape(-1, x_BTD.shape[-1])
+        experts_NK, weights_NK, shared_weight_N, sums = self._route(x_ND, segment_ids_BT.reshape(-1))
+        x_ND, weights_NK, shared_weight_N = sharding.enter_parallel(
+            (x_ND, weights_NK, shared_weight_N), runtime.rules.mlp
+        )
+        out_ND, counts = expert_ops.expert_mlp(
             x_ND,
             experts_NK,
             weights_NK,
-            self.experts.shards(),
+            shared_weight_N,
+            self._shards(),
             num_experts=self.config.num_experts,
-            access=expert_ops.Access(self.experts.whole, self.experts.reduced),
+            access=expert_ops.Access(self._whole, self._reduced),
             exchange=runtime.expert_exchange,
             kernel=runtime.expert_kernel,
         )
-        chosen_BTD = sharding.leave_parallel(chosen_ND, runtime.rules.mlp).reshape(shape)
-        shared_BTD = gate_N1.astype(x_BTD.dtype).reshape(*shape[:-1], 1) * self.shared_expert(x_BTD)
-        return chosen_BTD + shared_BTD, dataclasses.replace(routing, rounds=rounds, dropped=dropped)
+        return sharding.leave_parallel(out_ND, runtime.rules.mlp).reshape(x_BTD.shape), Routing(**counts, **sums)
+
+    def _shards(self):
+        """This rank's parts of gate, up and down, of its experts and of the shared one."""
+        chosen, shared = (
+            tuple(matrix[...] for matrix in (of.gate_proj, of.up_proj, of.down_proj))
+            for of in (self.experts, self.shared_expert)
+        )
+        return chosen, tuple(matrix[None] for matrix in shared)
+
+    def _whole(self, shards):
+        """With their whole width."""
+        compute, rules, line = self.runtime.precision.compute, self.runtime.rules, self.runtime.line
+        chosen, shared = (
+            expert_ops.ExpertWeights(
+                *(sharding.whole(part, axes, dim, compute, line) for part, dim in zip(of, self.WIDTH_DIMS, strict=True))
+            )
+            for of, axes in zip(shards, (rules.expert_width, rules.width), strict=True)
+        )
+        return chosen, shared
+
+    def _reduced(self, gradients):
+        """The gradients of `_shards`, from those of the matrices that `_whole` makes of them."""
+        precision, rules, line = self.runtime.precision, self.runtime.rules, self.runtime.line
+
+        def reduced(grad, axes, dim):
+            return sharding.reduce_scatter(grad, axes, dim, precision.reduce, line).astype(precision.params)
+
+        return tuple(
+            tuple(
+                reduced(grad, axes, dim) for grad, dim in zip((of.gate, of.up, of.down), self.WIDTH_DIMS, strict=True)
+            )
+            for of, axes in zip(gradients, (rules.expert_width, rules.width), strict=True)
+        )
 
     def _route(self, x_ND, segment_ids_N):
-        """Experts (int32, E for none) and weights [N,K], the shared expert's gate [N,1], the Routing; float32 from the
-        product's accumulator on."""
+        """Experts (int32, E for none) and weights [N,K], the shared expert's weight [N], sums of the Routing; float32
+        from the product's accumulator on."""
         E, K = self.config.num_experts, self.config.num_experts_per_tok
         # One product for both: to the matrix unit one column more is nothing, and one alone as much as 128.
         columns = [layers.gathered(matrix, self.runtime) for matrix in (self.router, self.shared_expert_gate)]
         product = jnp.einsum("nd,de->ne", x_ND, jnp.concatenate(columns, axis=1), preferred_element_type=jnp.float32)
-        logits_NE, gate_N1 = product[:, :E], jax.nn.sigmoid(product[:, E:])
-        log_probability_NE = jax.nn.log_softmax(logits_NE, axis=-1)
-        probability_NE = jnp.exp(log_probability_NE)
+        logits_NE, shared_weight_N = product[:, :E], jax.nn.sigmoid(product[:, E])
+        chosen_NK, experts_NK = _top(logits_NE, K)
+        lse_N1 = jax.nn.logsumexp(logits_NE, axis=-1, keepdims=True)
+        normaliser_N1 = jax.nn.logsumexp(chosen_NK, axis=-1, keepdims=True) if self.config.norm_topk_prob else lse_N1
         real_N1 = (segment_ids_N != 0)[:, None]
-        _, experts_NK = jax.lax.top_k(jax.lax.stop_gradient(logits_NE), K)
-        experts_NK = jnp.where(real_N1, experts_NK, E)
-        # Picked by comparison: the gradient of a gather is a scatter, which is slow.
-        is_chosen_NKE = experts_NK[:, :, None] == jnp.arange(E, dtype=jnp.int32)[None, None, :]
-        weights_NK = jnp.sum(jnp.where(is_chosen_NKE, probability_NE[:, None, :], 0.0), axis=-1)
-        if self.config.norm_topk_prob:
-            total_N1 = jnp.sum(weights_NK, axis=-1, keepdims=True)
-            weights_NK = weights_NK / jnp.where(real_N1, total_N1, 1.0)
 
         def over_tokens(terms):
             return jnp.sum(jnp.where(real_N1, terms, 0.0), axis=0)
 
-        lse_N1 = jax.nn.logsumexp(logits_NE, axis=-1, keepdims=True)
+        log_probability_NE = logits_NE - lse_N1
+        probability_NE = jnp.exp(log_probability_NE)
         entropy_N1 = -jnp.sum(probability_NE * log_probability_NE, axis=-1, keepdims=True)
-        zero = jnp.zeros((), jnp.float32)
-        routing = Routing(
-            assignments=jnp.sum(is_chosen_NKE, axis=(0, 1), dtype=jnp.int32).astype(jnp.float32),
-            probability=over_tokens(probability_NE),
-            squared_lse=over_tokens(jnp.square(lse_N1))[0],
-            entropy=jax.lax.stop_gradient(over_tokens(entropy_N1)[0]),
-            rounds=zero,
-            dropped=zero,
-        )
-        return experts_NK, weights_NK, gate_N1, routing
+        sums = {
+            "probability": over_tokens(probability_NE),
+            "squared_lse": over_tokens(jnp.square(lse_N1))[0],
+            "entropy": jax.lax.stop_gradient(over_tokens(entropy_N1)[0]),
+        }
+        return jnp.where(real_N1, experts_NK, E), jnp.exp(chosen_NK - normaliser_N1), shared_weight_N, sums
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _top(logits_NE: jax.Array, K: int) -> tuple[jax.Array, jax.Array]:
+    """The K largest of each row and where they are (int32)."""
+    return jax.lax.top_k(logits_NE, K)
+
+
+def _top_fwd(logits_NE, K):
+    found = checkpoint_name(_top(logits_NE, K), expert_ops.ROUTE_NAME)
+    return found, (found[1], logits_NE[:0])
+
+
+def _top_bwd(K, residuals, grads):
+    """By comparison: the derivative of top_k is a scatter, which is slow."""
+    index_NK, like = residuals
+    is_it_NKE = index_NK[:, :, None] == jnp.arange(like.shape[1], dtype=jnp.int32)[None, None, :]
+    return (jnp.sum(jnp.where(is_it_NKE, grads[0][:, :, None], 0.0), axis=1),)
+
+
+_top.defvjp(_top_fwd, _top_bwd)

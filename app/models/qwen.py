@@ -17,15 +17,15 @@ from app.models.attn_mixer import AttentionInputs, AttnMixer, attention_inputs
 from app.models.gdn_mixer import GdnMixer
 from app.models.moe import MoE, Routing
 from app.models.mtp import Mtp
-from app.ops import attention, gdn
+from app.ops import attention, experts, gdn
 
 # What a layer keeps for its backward, by the name in the config. "exchanges" keeps the small results that came out of
-# communication along the sequence (the recurrence's entry states, attention's output and logsumexp): the backward then
-# recomputes everything local, but repeats no collective of the sequence.
+# communication along the sequence (the recurrence's entry states, attention's output and logsumexp), and the experts'
+# routes: the backward then recomputes everything local, but repeats no collective of the sequence and no sort.
 REMAT_POLICIES: dict[str, Callable] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "exchanges": jax.checkpoint_policies.save_only_these_names(
-        *gdn.STATE_NAMES, attention.OUT_NAME, attention.LSE_NAME
+        *gdn.STATE_NAMES, attention.OUT_NAME, attention.LSE_NAME, experts.ROUTE_NAME
     ),
 }
 

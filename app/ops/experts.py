@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from app.ops.grouped_matmul import (
     KernelName,
@@ -29,6 +30,10 @@ from app.ops.grouped_matmul import (
     grouped_outer,
     tile_rows,
 )
+
+# checkpoint_name of the weights and of where every assignment goes: 4 (4 K + 1) bytes of a token and some numbers of a
+# rank. With it kept, a rematerialised layer sorts nothing again, and its backward can fetch rows before anything else.
+ROUTE_NAME = "expert_route"
 
 Shards = Any  # this rank's parts of the experts' matrices: a tree of arrays
 
@@ -45,14 +50,15 @@ class ExpertWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """How the whole matrices come from this rank's parts, and how the parts' gradient comes from the matrices'.
+    """How the whole matrices, of this rank's experts and of the shared one ([1,D,F], [1,F,D]), come from this rank's
+    parts, and how the parts' gradient comes from the matrices'.
 
     Handed in, and not differentiated through, because the matrices are in the compute dtype while their gradient is a
     float32 sum that goes to the reduction as it is: a cast there and back reads and writes it all.
     """
 
-    whole: Callable[[Shards], ExpertWeights] = lambda shards: shards
-    reduced: Callable[[ExpertWeights], Shards] = lambda gradient: gradient
+    whole: Callable[[Shards], tuple[ExpertWeights, ExpertWeights]] = lambda shards: shards
+    reduced: Callable[[tuple[ExpertWeights, ExpertWeights]], Shards] = lambda gradients: gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +83,19 @@ def expert_mlp(
     x_ND: jax.Array,
     experts_NK: jax.Array,
     weights_NK: jax.Array,
+    shared_weight_N: jax.Array,
     shards: Shards,
     *,
     num_experts: int,
     access: Access = Access(),
     exchange: Exchange = Exchange(),
     kernel: KernelName = "xla",
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(sum over k of weight * MLP of expert k [N,D] in x's dtype, rounds, dropped assignments of this rank).
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Sum over k of weight * MLP of expert k, and the shared expert's with its weight, [N,D] in x's dtype; and counts
+    of this rank, float32: "assignments" of each expert [E], "rounds", "dropped" assignments.
 
-    x [N,D] in the compute dtype; experts int32 [N,K], `num_experts` for none; weights [N,K] float32; shards: what
-    `access` makes matrices of, rank r of `exchange.axis` having the r-th part of the experts. rounds and dropped:
-    float32 scalars.
+    x [N,D] in the compute dtype; experts int32 [N,K], `num_experts` for none; weights [N,K], [N] float32; shards: what
+    `access` makes matrices of, rank r of `exchange.axis` having the r-th part of the experts.
     """
     ranks = 1 if exchange.axis is None else lax.axis_size(exchange.axis)
     (N, K), own = experts_NK.shape, num_experts // ranks
@@ -102,9 +109,11 @@ def expert_mlp(
         rounds = jnp.maximum(lax.pmax(needed, exchange.together), 1)
         if exchange.max_rounds:
             rounds = jnp.minimum(rounds, exchange.max_rounds)
-    result_ND = _all_rounds(x_ND, weights_NK, shards, assignments, rounds, rule)
+    weights_NK, assignments, rounds = checkpoint_name((weights_NK, assignments, rounds), ROUTE_NAME)
+    result_ND = _all_rounds(x_ND, weights_NK, shared_weight_N, shards, assignments, rounds, rule)
     dropped = jnp.sum(jnp.maximum(assignments.count - rounds * places, 0), dtype=jnp.int32)
-    return result_ND, rounds.astype(jnp.float32), dropped.astype(jnp.float32)
+    counts = {"assignments": assignments.of_expert, "rounds": rounds, "dropped": dropped}
+    return result_ND, {name: count.astype(jnp.float32) for name, count in counts.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +149,8 @@ class Assignments:
 
     order [N K]: the assignment at each place of the sorted list. start, count [P]: where the part of each rank begins
     in it and how long it is. owner, within [N,K]: the rank that an assignment goes to (P: none) and its place in that
-    rank's part. arriving [P,E]: how many assignments each of this rank's experts gets from each rank.
+    rank's part. of_expert [P E]: how many each expert gets from this rank; arriving [P,E]: each of this rank's from
+    each rank.
     """
 
     order: jax.Array
@@ -148,6 +158,7 @@ class Assignments:
     count: jax.Array
     owner: jax.Array
     within: jax.Array
+    of_expert: jax.Array
     arriving: jax.Array
 
 
@@ -163,7 +174,8 @@ def assign(experts_NK: jax.Array, own: int, rule: Rule) -> Assignments:
     start, owner = jnp.cumsum(count) - count, flat // own
     within = place - _picked(owner, start)
     shape = experts_NK.shape
-    return Assignments(order, start, count, owner.reshape(shape), within.reshape(shape), rule.exchanged(count_PE))
+    arriving = rule.exchanged(count_PE)
+    return Assignments(order, start, count, owner.reshape(shape), within.reshape(shape), of_expert, arriving)
 
 
 def _picked(index: jax.Array, table: jax.Array) -> jax.Array:
@@ -183,7 +195,8 @@ def _from_zero(n: int, dims_before: int = 0) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Rows of a round on the rank of the experts, int32: of each row the slot that it comes from (rank x A + place),
-    and whether it is one at all or fills a tile [R]; of each slot its row [P A] (of a free slot: any)."""
+    and whether it is one at all or fills a tile [R]; of each slot its row [P A] (of a free slot row 0, which is worked
+    on: others may hold anything)."""
 
     slot: jax.Array
     real: jax.Array
@@ -219,6 +232,7 @@ def lay_out(arriving_PE: jax.Array, number: jax.Array, places: int, tile: int) -
     place_1A = _from_zero(places, 1)
     expert_PA = jnp.sum(place_1A[:, :, None] >= end_PE[:, None], axis=2, dtype=jnp.int32)
     row_PA = place_1A + _picked(expert_PA, (first_row_E[None] + before_PE - begin_PE)[:, None])
+    row_PA = jnp.where(expert_PA < E, row_PA, 0)
     return Layout(slot_MT.reshape(-1), (rank_MT < P).reshape(-1), row_PA.reshape(-1), Tiles(group_M, last_E[-1], tile))
 
 
@@ -255,89 +269,116 @@ class _Round:
             return _rows(x, self.source)
         return _rows(self.rule.exchanged(_rows(x, self.sent)), self.layout.slot)
 
-    def home(self, rows: jax.Array) -> list[jax.Array]:
-        """Of the experts' rows [R,...] each token's, K times [N,...] float32, 0 for what is not there."""
+    def home(self, rows: jax.Array, weights_NK: jax.Array) -> list[jax.Array]:
+        """Of the experts' rows [R,...] each token's times its weight, K times [N,...] float32; nothing for those that
+        are not there (0 times another row, none of which is more than a number: see `Layout`)."""
         place = self.place
         if self.rule.axis is None:
             place = _rows(self.layout.row, place)
         else:
             rows = self.rule.exchanged(_rows(rows, self.layout.row))
         copies = _rows(rows, place)
-        there = self.there.reshape(*self.there.shape, *[1] * (rows.ndim - 1))
-        return [jnp.where(there[k], copies[k].astype(jnp.float32), 0.0) for k in range(place.shape[0])]
+        weights_NK = jnp.where(self.there.T, weights_NK, 0.0).reshape(*weights_NK.shape, *[1] * (rows.ndim - 1))
+        return [weights_NK[:, k] * copies[k].astype(jnp.float32) for k in range(place.shape[0])]
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(x, index, axis=0, mode="clip")
 
 
+# ---- the products ----------------------------------------------------------------------------------------------------
+
+
+def _mlp(x_RD: jax.Array, matrices: ExpertWeights, tiles: Tiles, kernel: KernelName) -> jax.Array:
+    hidden_RF = expert_hidden(x_RD, matrices.gate, matrices.up, tiles, kernel)
+    return grouped_matmul(hidden_RF, matrices.down, tiles, kernel)
+
+
+def _mlp_backward(x_RD, grad_RD, weight_R, matrices, sums, is_first, tiles, kernel):
+    """Of weight * MLP: the gradients of x [R,D] and of the weight [R], and sums (not read if `is_first`) + those of the
+    matrices."""
+    m = matrices
+    *grads_RF, weighted_RF, grad_weight_R = expert_hidden_backward(
+        x_RD, grad_RD, weight_R, m.gate, m.up, m.down, tiles, kernel
+    )
+    grad_x_RD = grouped_matmul_transposed(grads_RF, (m.gate, m.up), tiles, kernel)
+    gate, up = grouped_outer(x_RD, grads_RF, (sums.gate, sums.up), is_first, tiles, kernel)
+    (down,) = grouped_outer(weighted_RF, (grad_RD,), (sums.down,), is_first, tiles, kernel)
+    return grad_x_RD, grad_weight_R, ExpertWeights(gate, up, down)
+
+
+def _one_group(kernel: KernelName, *rows: jax.Array) -> tuple[Tiles, list[jax.Array]]:
+    """Tiles of all rows for one matrix, and the rows, with zeros up to whole tiles."""
+    N = rows[0].shape[0]
+    T = tile_rows(8 * N, 1, kernel)  # the longest: only the last tile is not full
+    M = -(-N // T)
+    padded = [jnp.pad(z, ((0, M * T - N), *[(0, 0)] * (z.ndim - 1))) for z in rows]
+    return Tiles(jnp.zeros(M, jnp.int32), jnp.full((), M, jnp.int32), T), padded
+
+
+def _empty_sums(matrices: ExpertWeights) -> ExpertWeights:
+    return jax.tree.map(lambda matrix: lax.empty(matrix.shape, jnp.float32), matrices)
+
+
 # ---- the rounds ------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _all_rounds(x_ND, weights_NK, shards, assignments, rounds, rule):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _all_rounds(x_ND, weights_NK, shared_weight_N, shards, assignments, rounds, rule):
     """The sum of all rounds, in x's dtype. A loop whose length is known only when it runs has no gradient of its own:
     the backward is a second loop, which keeps nothing of the first."""
-    return _all_rounds_fwd(x_ND, weights_NK, shards, assignments, rounds, rule)[0]
+    return _all_rounds_fwd(x_ND, weights_NK, shared_weight_N, shards, assignments, rounds, rule)[0]
 
 
-def _all_rounds_fwd(x_ND, weights_NK, shards, assignments, rounds, rule):
-    matrices, x = rule.access.whole(shards), rule.of_all(x_ND) if rule.all_tokens else x_ND
+def _all_rounds_fwd(x_ND, weights_NK, shared_weight_N, shards, assignments, rounds, rule):
+    (chosen, shared), x = rule.access.whole(shards), rule.of_all(x_ND) if rule.all_tokens else x_ND
 
     def add(number, total_ND):
         moves = _Round(number, assignments, rule)
-        tiles, kernel = moves.layout.tiles, rule.kernel
-        hidden_RF = expert_hidden(moves.to_experts(x), matrices.gate, matrices.up, tiles, kernel)
-        results = moves.home(grouped_matmul(hidden_RF, matrices.down, tiles, kernel))
-        weighted = [weights_NK[:, k, None] * result_ND for k, result_ND in enumerate(results)]
-        return _added(total_ND, weighted, number == 0)
+        weighted = moves.home(_mlp(moves.to_experts(x), chosen, moves.layout.tiles, rule.kernel), weights_NK)
+        return functools.reduce(jnp.add, weighted, total_ND.astype(jnp.float32)).astype(x_ND.dtype)
 
-    total_ND = _rounds(rounds, add, lax.empty(x_ND.shape, x_ND.dtype), rule)
-    return total_ND, (x_ND, weights_NK, shards, assignments, rounds)
+    every, (x_RD,) = _one_group(rule.kernel, x_ND)
+    shared_ND = _mlp(x_RD, shared, every, rule.kernel)[: x_ND.shape[0]].astype(jnp.float32)
+    total_ND = _rounds(rounds, add, shared_weight_N[:, None] * shared_ND, rule)
+    return total_ND, (x_ND, weights_NK, shared_weight_N, shards, assignments, rounds)
 
 
 def _all_rounds_bwd(rule, residuals, grad_ND):
-    x_ND, weights_NK, shards, assignments, rounds = residuals
-    matrices, kernel = rule.access.whole(shards), rule.kernel
+    x_ND, weights_NK, shared_weight_N, shards, assignments, rounds = residuals
+    (chosen, shared), kernel, N = rule.access.whole(shards), rule.kernel, x_ND.shape[0]
     x, grad = (rule.of_all(z) if rule.all_tokens else z for z in (x_ND, grad_ND))
 
-    def add(number, total):
-        total_x_ND, total_weights_NK, sums = total
+    def add(number, totals):
         moves = _Round(number, assignments, rule)
-        tiles, is_first, m = moves.layout.tiles, number == 0, matrices
-        x_RD, grad_RD = moves.to_experts(x), moves.to_experts(grad)
-        grad_gate_RF, grad_up_RF, weighted_RF, grad_weight_R = expert_hidden_backward(
-            x_RD, grad_RD, moves.weights(weights_NK), m.gate, m.up, m.down, tiles, kernel
+        # The second move has to wait for the shared expert's work: or the compiler leaves that for after both moves,
+        # which take as long.
+        late_grad, (total_x_ND, total_weights_NK, sums) = lax.optimization_barrier((grad, totals))
+        x_RD, grad_RD = moves.to_experts(x), moves.to_experts(late_grad)
+        grad_x_RD, grad_weight_R, sums = _mlp_backward(
+            x_RD, grad_RD, moves.weights(weights_NK), chosen, sums, number == 0, moves.layout.tiles, kernel
         )
-        grads_RF = grad_gate_RF, grad_up_RF
-        grad_x_RD = grouped_matmul_transposed(grads_RF, (m.gate, m.up), tiles, kernel)
-        return (
-            _added(total_x_ND, moves.home(grad_x_RD), is_first),
-            _added(total_weights_NK, [jnp.stack(moves.home(grad_weight_R), axis=1)], is_first),
-            ExpertWeights(
-                *grouped_outer(x_RD, grads_RF, (sums.gate, sums.up), is_first, tiles, kernel),
-                *grouped_outer(weighted_RF, (grad_RD,), (sums.down,), is_first, tiles, kernel),
-            ),
-        )
+        once_NK = jnp.ones_like(weights_NK)
+        total_x_ND = functools.reduce(jnp.add, moves.home(grad_x_RD, once_NK), total_x_ND.astype(jnp.float32))
+        total_weights_NK += jnp.stack(moves.home(grad_weight_R, once_NK), axis=1)
+        return total_x_ND.astype(x_ND.dtype), total_weights_NK, sums
 
-    sums = jax.tree.map(lambda matrix: lax.empty(matrix.shape, jnp.float32), matrices)
-    start = lax.empty(x_ND.shape, x_ND.dtype), lax.empty(weights_NK.shape, jnp.float32), sums
-    grad_x_ND, grad_weights_NK, grad_matrices = _rounds(rounds, add, start, rule)
-    return grad_x_ND, grad_weights_NK, rule.access.reduced(grad_matrices), None, None
+    every, (x_RD, grad_RD, weight_R) = _one_group(kernel, x_ND, grad_ND, shared_weight_N)
+    grad_x_RD, grad_weight_R, grad_shared = _mlp_backward(
+        x_RD, grad_RD, weight_R, shared, _empty_sums(shared), jnp.ones((), bool), every, kernel
+    )
+    start = grad_x_RD[:N], jnp.zeros_like(weights_NK), _empty_sums(chosen)
+    grad_x_ND, grad_weights_NK, grad_chosen = _rounds(rounds, add, start, rule)
+    grad_shards = rule.access.reduced((grad_chosen, grad_shared))
+    return grad_x_ND, grad_weights_NK, grad_weight_R[:N], grad_shards, None, None
 
 
 _all_rounds.defvjp(_all_rounds_fwd, _all_rounds_bwd)
 
 
-def _added(total: jax.Array, parts: list[jax.Array], is_first: jax.Array) -> jax.Array:
-    """total, which the first round looks away from, and float32 parts: a float32 sum, rounded to total's dtype."""
-    start = jnp.where(is_first, 0.0, total.astype(jnp.float32))
-    return functools.reduce(jnp.add, parts, start).astype(total.dtype)
-
-
 def _rounds(rounds, add, start, rule):
-    """What add(number, total) makes of `start` in every round. There is one at least, which has to look away from what
-    `start` holds; it stands before the loop, so that the compiler can run other work beside its moves."""
+    """What add(number, total) makes of `start` in every round. The first, which there always is, stands before the
+    loop, so that the compiler can run other work beside its moves."""
     total = add(jnp.zeros((), jnp.int32), start)
     if rule.axis is None:
         return total

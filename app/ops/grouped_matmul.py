@@ -35,9 +35,9 @@ def resolve_kernel(platform: str) -> KernelName:
 
 
 def tile_rows(rows: int, groups: int, kernel: KernelName) -> int:
-    """Rows of a tile, a power of two: padding each group to tiles costs at most a quarter more rows on average, and on
+    """Rows of a tile, a power of two: padding each group to tiles costs at most an eighth more rows on average, and on
     TPUs a tile is at least as long as the matrix unit is wide."""
-    fitting = max(rows // (4 * groups), 1)
+    fitting = max(rows // (8 * groups), 1)
     return min(max(1 << (fitting.bit_length() - 1), 8 if kernel == "xla" else 128), 512)
 
 

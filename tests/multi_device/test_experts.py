@@ -22,7 +22,8 @@ ROUTES = ("even", "one expert", "one rank", "padding")
 
 
 def operands(route):
-    """x, experts, weights, matrices, and a cotangent. Of "one rank" every token wants the same K experts."""
+    """x, experts, weights, the shared expert's, matrices (of all experts, of the shared one), and a cotangent. Of "one
+    rank" every token wants the same K experts."""
     rng = np.random.default_rng(ROUTES.index(route))
     experts = np.argsort(rng.random((N, E)), axis=1)[:, :K].astype(np.int32)
     if route == "one rank":
@@ -33,32 +34,43 @@ def operands(route):
     if route == "padding":
         experts[rng.random(N) < 0.3] = E
         experts[40:] = E  # whole ranks of it
-    arrays = [rng.normal(size=shape).astype(np.float32) for shape in ((N, D), (E, D, F), (E, D, F), (E, F, D), (N, D))]
-    x, gate, up, down, cotangent = arrays
-    return x, experts, rng.random((N, K)).astype(np.float32), ExpertWeights(gate, up, down), cotangent
+    shapes = (N, D), (E, D, F), (E, D, F), (E, F, D), (1, D, F), (1, D, F), (1, F, D), (N, D)
+    x, *matrices, cotangent = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    weights, shared_weight = (rng.random(shape).astype(np.float32) for shape in ((N, K), (N,)))
+    return x, experts, weights, shared_weight, (ExpertWeights(*matrices[:3]), ExpertWeights(*matrices[3:])), cotangent
 
 
-def reference(x, experts, weights, matrices):
-    return moe_reference.expert_mlp(x, experts, weights, matrices.gate, matrices.up, matrices.down)
+def reference(x, experts, weights, shared_weight, matrices):
+    chosen, shared = ((of.gate, of.up, of.down) for of in matrices)
+    everyone = np.zeros((N, 1), np.int32)
+    return moe_reference.expert_mlp(x, experts, weights, *chosen) + moe_reference.expert_mlp(
+        x, everyone, shared_weight[:, None], *shared
+    )
 
 
 @functools.cache
 def on_ranks(ranks, capacity=1.25, max_rounds=0):
-    """(result, rounds, dropped, gradients of x, weights and matrices), over `ranks` devices."""
+    """(result, rounds, dropped, gradients of x, weights, the shared weight and matrices), over `ranks` devices."""
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("expert",))
     exchange = Exchange("expert", ("expert",), capacity, max_rounds)
     split, whole = PartitionSpec("expert"), PartitionSpec()
 
-    def body(x, experts, weights, matrices, cotangent):
-        def apply(x, weights, matrices):
-            result, *counts = expert_mlp(x, experts, weights, matrices, num_experts=E, exchange=exchange)
-            return result, counts
+    def body(x, experts, weights, shared_weight, matrices, cotangent):
+        def apply(x, weights, shared_weight, matrices):
+            return expert_mlp(x, experts, weights, shared_weight, matrices, num_experts=E, exchange=exchange)
 
-        result, pull, (rounds, dropped) = jax.vjp(apply, x, weights, matrices, has_aux=True)
-        return result, rounds, jax.lax.psum(dropped, "expert"), pull(cotangent)
+        result, pull, counts = jax.vjp(apply, x, weights, shared_weight, matrices, has_aux=True)
+        *grads, (grad_chosen, grad_shared) = pull(cotangent)
+        dropped, grad_shared = jax.lax.psum((counts["dropped"], grad_shared), "expert")
+        return result, counts["rounds"], dropped, (*grads, (grad_chosen, grad_shared))
 
-    specs = (split, whole, whole, (split, split, split))
-    function = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(split,) * 5, out_specs=specs, check_vma=False))
+    arguments = split, split, split, split, (split, whole)
+    gradient = split, split, split, (split, whole)
+    function = jax.jit(
+        jax.shard_map(
+            body, mesh=mesh, in_specs=(*arguments, split), out_specs=(split, whole, whole, gradient), check_vma=False
+        )
+    )
     return lambda *operands: jax.device_get(function(*operands))
 
 
@@ -68,18 +80,18 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_one_rank_equals_a_loop_over_tokens(route):
-    x, experts, weights, matrices, cotangent = operands(route)
-    result, rounds, dropped, gradient = on_ranks(1)(x, experts, weights, matrices, cotangent)
-    wanted = reference(x, experts, weights, matrices)
+    x, experts, *weights, matrices, cotangent = operands(route)
+    result, rounds, dropped, gradient = on_ranks(1)(*operands(route))
+    wanted = reference(x, experts, *weights, matrices)
     assert_close(result, wanted)
     assert (rounds, dropped) == (1, 0)
 
     # The gradient along one random direction, in float64 differences.
     rng = np.random.default_rng(9)
-    step = jax.tree.map(lambda a: rng.normal(size=a.shape), (x, weights, matrices))
+    step = jax.tree.map(lambda a: rng.normal(size=a.shape), (x, *weights, matrices))
 
     def moved(size):
-        moved_x, *rest = jax.tree.map(lambda a, b: a + size * b, (x, weights, matrices), step)
+        moved_x, *rest = jax.tree.map(lambda a, b: a + size * b, (x, *weights, matrices), step)
         return np.sum(reference(moved_x, experts, *rest) * cotangent)
 
     slope = (moved(1e-5) - moved(-1e-5)) / 2e-5
@@ -100,12 +112,11 @@ def test_any_number_of_ranks_equals_one(ranks, capacity):
 
 
 def test_a_limit_on_rounds_drops_and_counts():
-    x, experts, weights, matrices, cotangent = operands("one rank")
-    result, rounds, dropped, _ = on_ranks(8, 1.25, 1)(x, experts, weights, matrices, cotangent)
+    result, rounds, dropped, _ = on_ranks(8, 1.25, 1)(*operands("one rank"))
     places = Exchange(capacity=1.25).places(N // 8, K, E // 8, 8)
     assert rounds == 1
     assert dropped == N * K - 8 * places  # each of the 8 ranks sends `places` of its assignments to rank 0
-    whole, *_ = on_ranks(1)(x, experts, weights, matrices, cotangent)
+    whole, *_ = on_ranks(1)(*operands("one rank"))
     assert 0 < np.linalg.norm(result - whole) < np.linalg.norm(whole)
 
 

@@ -4,6 +4,7 @@ absl alone answers an unknown key with a traceback, stops at the first error and
 silence, so the arguments are read here and all that is wrong with them is reported together.
 """
 
+import argparse
 import ast
 import dataclasses
 import os
@@ -213,3 +214,13 @@ def _message(error: Exception) -> str:
         error = error.args[0]
     text = str(error.args[0]) if error.args else ""
     return re.sub(r" Other fields present: \".*\"(\n|$)", " ", text, flags=re.DOTALL).rstrip()
+
+
+def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Of `python -m MODULE` for a command that has no config."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )

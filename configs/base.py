@@ -147,3 +147,11 @@ def get_config() -> ConfigDict:
     config.log.profile_step = 0  # this step and the next two are traced, into `profile` beside the checkpoints; 0: none
 
     return config.lock()
+
+
+def one_long_row(seq_len: int) -> ConfigDict:
+    """For presets: a row of `seq_len` tokens a step, along all devices."""
+    config = get_config()
+    config.update(seq_len=seq_len, global_batch=1)
+    config.mesh.update(fsdp=1, context=-1)
+    return config

@@ -16,8 +16,7 @@ from configs import base
 
 
 def get_config() -> ConfigDict:
-    config = base.get_config()
-    config.update(seq_len=262_144, global_batch=1)
+    config = base.one_long_row(262_144)
     config.model.update(
         hidden_size=3072,
         intermediate_size=0,
@@ -33,6 +32,6 @@ def get_config() -> ConfigDict:
         router_aux_loss_coef=0.001,
         tie_word_embeddings=False,
     )
-    config.mesh.update(fsdp=1, context=-1, expert=8)
+    config.mesh.expert = 8
     config.optimizer.update(learning_rate=1.5e-4, final_learning_rate=1.5e-5)
     return config

@@ -15,8 +15,7 @@ from configs import base
 
 
 def get_config() -> ConfigDict:
-    config = base.get_config()
-    config.update(seq_len=1_048_576, global_batch=1)
+    config = base.one_long_row(1_048_576)
     config.model.update(
         hidden_size=5120,
         intermediate_size=17408,
@@ -27,6 +26,5 @@ def get_config() -> ConfigDict:
         linear_num_value_heads=48,
         tie_word_embeddings=False,
     )
-    config.mesh.update(fsdp=1, context=-1)
     config.optimizer.update(learning_rate=1.5e-4, final_learning_rate=1.5e-5)
     return config

@@ -15,8 +15,7 @@ from configs import base
 
 
 def get_config() -> ConfigDict:
-    config = base.get_config()
-    config.update(seq_len=262_144, global_batch=1)
+    config = base.one_long_row(262_144)
     config.model.update(
         hidden_size=2048,
         intermediate_size=6144,
@@ -27,6 +26,5 @@ def get_config() -> ConfigDict:
         linear_num_value_heads=16,
         tie_word_embeddings=True,
     )
-    config.mesh.update(fsdp=1, context=-1)
     config.optimizer.update(learning_rate=3e-4, final_learning_rate=3e-5)
     return config

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from app.cluster import layout
+from app.config_flags import command_parser
 from data import manifest as prepared
 from data import slices, tokenizers
 from data.manifest import DataError, Manifest
@@ -159,12 +160,7 @@ def _text(stream: Stream, spans: slices.Spans, manifest: Manifest) -> Iterator[s
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.inspect",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("data.inspect", __doc__)
     parser.add_argument("directory")
     parser.add_argument("--slice", type=int, help="a slice number: what it is made of")
     parser.add_argument("--seq_len", type=int, default=1 << 20, help="tokens a slice")

@@ -31,6 +31,7 @@ from array_record.python import array_record_module
 from etils import epath
 from tqdm import tqdm
 
+from app.config_flags import command_parser
 from data import manifest as prepared
 from data import sources, tokenizers
 from data.manifest import PARTIAL, DataError, FileEntry, Manifest, ShardEntry, SourceEntry, TokenizerEntry
@@ -360,12 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.prepare",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("data.prepare", __doc__)
     parser.add_argument("--output", required=True, help="the directory to prepare")
     parser.add_argument("--input", required=True, action="append", help="[NAME=]PATTERN[,PATTERN...]; may be repeated")
     parser.add_argument("--tokenizer", default=Options.tokenizer, help="bytes, ids:N or a tokenizer.json")

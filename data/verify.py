@@ -4,7 +4,6 @@ Checks every file against its checksum, every record against its own, every docu
 every token id against the vocabulary. Names all faults. Exit status: 0 sound, 1 a bug, 2 damaged.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from array_record.python import array_record_module
 from etils import epath
 from tqdm import tqdm
 
+from app.config_flags import command_parser
 from data import manifest as prepared
 from data.manifest import DataError, Manifest, ShardEntry, SourceEntry
 from data.reader import decode_record
@@ -88,12 +88,7 @@ def _shard_faults(directory: epath.Path, shard: ShardEntry, lengths: np.ndarray,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.verify",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("data.verify", __doc__)
     parser.add_argument("directory")
     arguments = parser.parse_args(argv)
     count = 0

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from app.cluster import runtime
 from app.config import MESH_AXES
+from app.config_flags import command_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,12 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m app.hf",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("app.hf", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     importer = commands.add_parser("import", allow_abbrev=False)
     importer.add_argument("--checkpoint", required=True, help="directory with config.json and safetensors")

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from app.cluster import sharding
-from app.ops import attention, gdn
 from app.ops.affine_scan import SequenceAxis
 from app.ops.experts import Exchange
-from app.ops.grouped_matmul import KernelName
+from app.ops.kernels import KernelName
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
@@ -39,9 +38,9 @@ class Runtime:
     precision: Precision = Precision()
     remat: str = "none"
     gdn_chunk: int = 64
-    gdn_kernel: gdn.KernelName = "xla"
+    gdn_kernel: KernelName = "xla"
     attention_block: int = 512
-    attention_kernel: attention.KernelName = "xla"
+    attention_kernel: KernelName = "xla"
     expert_kernel: KernelName = "xla"
     expert_capacity: float = 1.25
     expert_rounds: int = 0

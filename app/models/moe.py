@@ -15,7 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from app.cluster import sharding
 from app.config import ModelConfig
 from app.models import layers
-from app.ops import experts as expert_ops
+from app.ops.experts import ROUTE_NAME, Access, ExpertWeights, expert_mlp
+
+WIDTH_DIMS = ExpertWeights(1, 1, 2)
 
 
 @jax.tree_util.register_dataclass
@@ -50,8 +52,6 @@ class Experts(nnx.Module):
 class MoE(nnx.Module):
     """[B,T,D], segment ids [B,T] -> [B,T,D] and the Routing. Padding (segment 0) goes to no expert but the shared."""
 
-    WIDTH_DIMS = 1, 1, 2  # of gate, up and down, behind the dim of the experts
-
     def __init__(self, config: ModelConfig, runtime: layers.Runtime):
         self.config, self.runtime = config, runtime
         D, init, dtype = config.hidden_size, layers.normal(config.initializer_range), runtime.precision.params
@@ -66,50 +66,46 @@ class MoE(nnx.Module):
         x_ND, weights_NK, shared_weight_N = sharding.enter_parallel(
             (x_ND, weights_NK, shared_weight_N), runtime.rules.mlp
         )
-        out_ND, counts = expert_ops.expert_mlp(
+        out_ND, counts = expert_mlp(
             x_ND,
             experts_NK,
             weights_NK,
             shared_weight_N,
             self._shards(),
             num_experts=self.config.num_experts,
-            access=expert_ops.Access(self._whole, self._reduced),
+            access=Access(self._whole, self._reduced),
             exchange=runtime.expert_exchange,
             kernel=runtime.expert_kernel,
         )
         return sharding.leave_parallel(out_ND, runtime.rules.mlp).reshape(x_BTD.shape), Routing(**counts, **sums)
 
-    def _shards(self):
-        """This rank's parts of gate, up and down, of its experts and of the shared one."""
-        chosen, shared = (
-            tuple(matrix[...] for matrix in (of.gate_proj, of.up_proj, of.down_proj))
-            for of in (self.experts, self.shared_expert)
+    def _shards(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """This rank's parts of the matrices, of its experts and of the shared one."""
+        chosen, shared = self.experts, self.shared_expert
+        return (
+            ExpertWeights(chosen.gate_proj[...], chosen.up_proj[...], chosen.down_proj[...]),
+            ExpertWeights(shared.gate_proj[None], shared.up_proj[None], shared.down_proj[None]),
         )
-        return chosen, tuple(matrix[None] for matrix in shared)
 
     def _whole(self, shards):
-        """With their whole width."""
-        compute, rules, line = self.runtime.precision.compute, self.runtime.rules, self.runtime.line
-        chosen, shared = (
-            expert_ops.ExpertWeights(
-                *(sharding.whole(part, axes, dim, compute, line) for part, dim in zip(of, self.WIDTH_DIMS, strict=True))
-            )
-            for of, axes in zip(shards, (rules.expert_width, rules.width), strict=True)
-        )
-        return chosen, shared
+        compute, line = self.runtime.precision.compute, self.runtime.line
+        return self._each(lambda axes, part, dim: sharding.whole(part, axes, dim, compute, line), shards)
 
     def _reduced(self, gradients):
         """The gradients of `_shards`, from those of the matrices that `_whole` makes of them."""
-        precision, rules, line = self.runtime.precision, self.runtime.rules, self.runtime.line
+        precision, line = self.runtime.precision, self.runtime.line
 
-        def reduced(grad, axes, dim):
+        def reduced(axes, grad, dim):
             return sharding.reduce_scatter(grad, axes, dim, precision.reduce, line).astype(precision.params)
 
-        return tuple(
-            tuple(
-                reduced(grad, axes, dim) for grad, dim in zip((of.gate, of.up, of.down), self.WIDTH_DIMS, strict=True)
-            )
-            for of, axes in zip(gradients, (rules.expert_width, rules.width), strict=True)
+        return self._each(reduced, gradients)
+
+    def _each(self, function, both):
+        """function(mesh axes of the width, matrix, dim of the width) of each matrix."""
+        rules, (chosen, shared) = self.runtime.rules, both
+        return (
+            jax.tree.map(functools.partial(function, rules.expert_width), chosen, WIDTH_DIMS),
+            jax.tree.map(functools.partial(function, rules.width), shared, WIDTH_DIMS),
         )
 
     def _route(self, x_ND, segment_ids_N):
@@ -146,7 +142,7 @@ def _top(logits_NE: jax.Array, K: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _top_fwd(logits_NE, K):
-    found = checkpoint_name(_top(logits_NE, K), expert_ops.ROUTE_NAME)
+    found = checkpoint_name(_top(logits_NE, K), ROUTE_NAME)
     return found, (found[1], logits_NE[:0])
 
 

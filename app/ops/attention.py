@@ -8,17 +8,15 @@ ids is not assumed (skipping looks at ranges of them, and finds most when they a
 """
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from app.ops.attention_xla import XlaKernel
+from app.ops.kernels import KernelName
 from app.ops.pallas.attention import PallasKernel
 
-# "pallas_interpret" runs the TPU kernel's program on any platform: for tests.
-KernelName = Literal["xla", "pallas", "pallas_interpret"]
 Kernel = XlaKernel | PallasKernel
 
 # Names of the residuals that a rematerialisation policy has to keep: recomputing them reruns the whole forward pass.
@@ -65,20 +63,6 @@ def check_shapes(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, segmen
         raise ValueError(f"segment_ids {segment_ids.shape} must be [B,T] = {q_BTHK.shape[:2]}")
 
 
-def resolve_kernel(name: str, platform: str) -> KernelName:
-    """The kernel that a config's "auto" | "xla" | "pallas" means on a platform ("tpu", "cpu", "gpu").
-
-    Raises ValueError for another name, or for "pallas" where there is no TPU.
-    """
-    if name not in ("auto", "xla", "pallas"):
-        raise ValueError(f"the attention kernel is 'auto', 'xla' or 'pallas', not {name!r}")
-    if name == "pallas" and platform != "tpu":
-        raise ValueError(f"the pallas attention kernel runs on TPUs, not on {platform!r}: choose 'auto' or 'xla'")
-    if name == "auto":
-        return "pallas" if platform == "tpu" else "xla"
-    return "pallas" if name == "pallas" else "xla"
-
-
 def make_kernel(
     name: KernelName, q_BTHK: jax.Array, k_BTGK: jax.Array, *, parts: int, scale: float | None, block_size: int
 ) -> Kernel:
@@ -93,9 +77,9 @@ def make_kernel(
     ratio = H // k_BTGK.shape[2]
     if name == "xla":
         return XlaKernel(T, parts, ratio, scale, block_size)
-    if name in ("pallas", "pallas_interpret"):
-        return PallasKernel(T, parts, ratio, scale, interpret=name == "pallas_interpret")
-    raise ValueError(f"kernel={name!r} must be 'xla', 'pallas' or 'pallas_interpret'")
+    if name in ("pallas", "interpret"):
+        return PallasKernel(T, parts, ratio, scale, interpret=name == "interpret")
+    raise ValueError(f"kernel={name!r} must be 'xla', 'pallas' or 'interpret'")
 
 
 def named(out_BHTV: jax.Array, lse_BHT: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:

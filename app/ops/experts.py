@@ -21,7 +21,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from app.ops.grouped_matmul import (
-    KernelName,
     Tiles,
     expert_hidden,
     expert_hidden_backward,
@@ -30,6 +29,7 @@ from app.ops.grouped_matmul import (
     grouped_outer,
     tile_rows,
 )
+from app.ops.kernels import KernelName
 
 # checkpoint_name of the weights and of where every assignment goes: 4 (4 K + 1) bytes of a token and some numbers of a
 # rank. With it kept, a rematerialised layer sorts nothing again, and its backward can fetch rows before anything else.
@@ -41,11 +41,11 @@ Shards = Any  # this rank's parts of the experts' matrices: a tree of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """gate and up [E,D,F], down [E,F,D]: whole, in the compute dtype; as gradients float32."""
+    """gate and up [E,D,F], down [E,F,D]: whole, in the compute dtype; as gradients float32. Or what belongs to them."""
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    gate: Any
+    up: Any
+    down: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,8 +270,8 @@ class _Round:
         return _rows(self.rule.exchanged(_rows(x, self.sent)), self.layout.slot)
 
     def home(self, rows: jax.Array, weights_NK: jax.Array) -> list[jax.Array]:
-        """Of the experts' rows [R,...] each token's times its weight, K times [N,...] float32; nothing for those that
-        are not there (0 times another row, none of which is more than a number: see `Layout`)."""
+        """Of the experts' rows [R,...] each token's times its weight, K times [N,...] float32; 0 for those that are
+        not there (0 times another row, which is finite: see `Layout`)."""
         place = self.place
         if self.rule.axis is None:
             place = _rows(self.layout.row, place)
@@ -294,10 +294,9 @@ def _mlp(x_RD: jax.Array, matrices: ExpertWeights, tiles: Tiles, kernel: KernelN
     return grouped_matmul(hidden_RF, matrices.down, tiles, kernel)
 
 
-def _mlp_backward(x_RD, grad_RD, weight_R, matrices, sums, is_first, tiles, kernel):
+def _mlp_backward(x_RD, grad_RD, weight_R, m: ExpertWeights, sums, is_first, tiles, kernel):
     """Of weight * MLP: the gradients of x [R,D] and of the weight [R], and sums (not read if `is_first`) + those of the
-    matrices."""
-    m = matrices
+    matrices m."""
     *grads_RF, weighted_RF, grad_weight_R = expert_hidden_backward(
         x_RD, grad_RD, weight_R, m.gate, m.up, m.down, tiles, kernel
     )
@@ -314,10 +313,6 @@ def _one_group(kernel: KernelName, *rows: jax.Array) -> tuple[Tiles, list[jax.Ar
     M = -(-N // T)
     padded = [jnp.pad(z, ((0, M * T - N), *[(0, 0)] * (z.ndim - 1))) for z in rows]
     return Tiles(jnp.zeros(M, jnp.int32), jnp.full((), M, jnp.int32), T), padded
-
-
-def _empty_sums(matrices: ExpertWeights) -> ExpertWeights:
-    return jax.tree.map(lambda matrix: lax.empty(matrix.shape, jnp.float32), matrices)
 
 
 # ---- the rounds ------------------------------------------------------------------------------------------------------
@@ -363,11 +358,12 @@ def _all_rounds_bwd(rule, residuals, grad_ND):
         total_weights_NK += jnp.stack(moves.home(grad_weight_R, once_NK), axis=1)
         return total_x_ND.astype(x_ND.dtype), total_weights_NK, sums
 
+    sums, shared_sums = jax.tree.map(lambda matrix: lax.empty(matrix.shape, jnp.float32), (chosen, shared))
     every, (x_RD, grad_RD, weight_R) = _one_group(kernel, x_ND, grad_ND, shared_weight_N)
     grad_x_RD, grad_weight_R, grad_shared = _mlp_backward(
-        x_RD, grad_RD, weight_R, shared, _empty_sums(shared), jnp.ones((), bool), every, kernel
+        x_RD, grad_RD, weight_R, shared, shared_sums, jnp.ones((), bool), every, kernel
     )
-    start = grad_x_RD[:N], jnp.zeros_like(weights_NK), _empty_sums(chosen)
+    start = grad_x_RD[:N], jnp.zeros_like(weights_NK), sums
     grad_x_ND, grad_weights_NK, grad_chosen = _rounds(rounds, add, start, rule)
     grad_shards = rule.access.reduced((grad_chosen, grad_shared))
     return grad_x_ND, grad_weights_NK, grad_weight_R[:N], grad_shards, None, None

@@ -9,7 +9,7 @@ times, whatever the length of the sequence. Derivation, costs and measurements: 
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple, cast, get_args, overload
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from app.ops.gdn_ranks import (
     entering_state,
     from_last_rank,
 )
+from app.ops.kernels import KernelName
 from app.ops.pallas.gdn import tuning
 
 # checkpoint_name's of what the backward reads besides the inputs. The first group is what only the exchange between
@@ -53,53 +54,6 @@ keep_states = jax.checkpoint_policies.save_only_these_names(*STATE_NAMES)
 keep_all = jax.checkpoint_policies.save_only_these_names(*STATE_NAMES, *FACTOR_NAMES)
 
 
-KernelName = Literal["xla", "pallas", "pallas_interpret"]
-
-
-def resolve_kernel(name: str, platform: str) -> KernelName:
-    """The kernel that a config's "auto" | "xla" | "pallas" means on a platform ("tpu", "cpu", "gpu").
-
-    Raises ValueError for another name, or for "pallas" where there is no TPU.
-    """
-    if name not in ("auto", "xla", "pallas"):
-        raise ValueError(f"the kernel of the gated delta rule is 'auto', 'xla' or 'pallas', not {name!r}")
-    if name == "pallas" and platform != "tpu":
-        raise ValueError(f"the pallas gated delta rule runs on TPUs, not on {platform!r}: choose 'auto' or 'xla'")
-    return "pallas" if platform == "tpu" and name != "xla" else "xla"
-
-
-@overload
-def gated_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    *,
-    segment_ids: jax.Array | None = ...,
-    initial_state: jax.Array | None = ...,
-    axis_name: AxisName = ...,
-    chunk_size: int = ...,
-    kernel: KernelName = ...,
-    scale: float | None = ...,
-    return_final_state: Literal[False] = ...,
-) -> jax.Array: ...
-@overload
-def gated_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    *,
-    segment_ids: jax.Array | None = ...,
-    initial_state: jax.Array | None = ...,
-    axis_name: AxisName = ...,
-    chunk_size: int = ...,
-    kernel: KernelName = ...,
-    scale: float | None = ...,
-    return_final_state: Literal[True],
-) -> tuple[jax.Array, jax.Array]: ...
 def gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -114,7 +68,7 @@ def gated_delta_rule(
     kernel: KernelName = "xla",
     scale: float | None = None,
     return_final_state: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """Outputs of the gated delta rule, and on request the state after the whole sequence.
 
     Args:
@@ -127,7 +81,7 @@ def gated_delta_rule(
       axis_name: mesh axis, tuple of axes (major first) or SequenceAxis that time is sharded over, under shard_map;
         rank order must be sequence order. None: not sharded.
       chunk_size: tokens per chunk of the "xla" kernel, a power of two; the pallas one has its own.
-      kernel: "xla" (any platform), "pallas" (TPU) or "pallas_interpret" (the TPU kernel anywhere, slowly: tests).
+      kernel: "xla" (any platform), "pallas" (TPU) or "interpret" (the TPU kernel anywhere, slowly: tests).
       scale: factor on q; None: K^-0.5.
       return_final_state: whether to return the state too.
 
@@ -155,7 +109,7 @@ def gated_delta_rule(
         blocks = plan_blocks(tokens, batch * key_heads, chunk_size)
         rule = functools.partial(_rule, _Static(axis, blocks, scale, *states))
     else:
-        rule = functools.partial(fused_rule, Fused(axis, scale, *states, tuning(), kernel == "pallas_interpret"))
+        rule = functools.partial(fused_rule, Fused(axis, scale, *states, tuning(), kernel == "interpret"))
     out, final_state = rule(*narrow, *gates, segment_ids, initial_state)
     out = out.astype(v.dtype)
     return (out, final_state) if return_final_state else out

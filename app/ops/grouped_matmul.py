@@ -6,15 +6,13 @@ Letters: R rows in tiles of T, E groups, K and N the dims of a group's matrix, D
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from app.ops.kernels import KernelName
 from app.ops.pallas import grouped_matmul as pallas
-
-KernelName = Literal["xla", "pallas", "interpret"]  # "interpret": the pallas kernel on any platform, slowly
 
 
 @jax.tree_util.register_dataclass
@@ -27,11 +25,6 @@ class Tiles:
     group: jax.Array
     active: jax.Array
     rows: int = dataclasses.field(metadata={"static": True})
-
-
-def resolve_kernel(platform: str) -> KernelName:
-    """The kernel for a platform ("tpu", "cpu", "gpu")."""
-    return "pallas" if platform == "tpu" else "xla"
 
 
 def tile_rows(rows: int, groups: int, kernel: KernelName) -> int:

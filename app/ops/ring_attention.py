@@ -28,8 +28,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from app.ops.attention import Kernel, KernelName, check_shapes, make_kernel, named
+from app.ops.attention import Kernel, check_shapes, make_kernel, named
 from app.ops.attention_xla import Keys
+from app.ops.kernels import KernelName
 from app.ops.zigzag import AxisName
 
 Layout = Literal["zigzag", "contiguous"]

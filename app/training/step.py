@@ -23,7 +23,8 @@ from app.models import params as model_params
 from app.models.layers import Precision, Runtime
 from app.models.moe import Routing
 from app.models.mtp import second_targets
-from app.ops import attention, gdn, grouped_matmul, self_check
+from app.ops import self_check
+from app.ops.kernels import resolve_kernel
 from app.training import optim
 from app.training.loss import chunked_cross_entropy, router_losses, router_metrics
 
@@ -60,10 +61,10 @@ def runtime_of(config: Config, platform: str) -> Runtime:
         precision=Precision(config.dtypes.params, config.dtypes.compute, config.dtypes.reduce),
         remat=config.remat,
         gdn_chunk=config.ops.gdn_chunk,
-        gdn_kernel=gdn.resolve_kernel(config.ops.gdn_kernel, platform),
+        gdn_kernel=resolve_kernel(config.ops.gdn_kernel, platform),
         attention_block=config.ops.attention_block,
-        attention_kernel=attention.resolve_kernel(config.ops.attention_kernel, platform),
-        expert_kernel=grouped_matmul.resolve_kernel(platform),
+        attention_kernel=resolve_kernel(config.ops.attention_kernel, platform),
+        expert_kernel=resolve_kernel("auto", platform),
         expert_capacity=config.experts.capacity,
         expert_rounds=config.experts.max_rounds,
         mtp=config.loss.mtp_weight > 0,

@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as PS
 
 from app.cluster.hardware import parse_topology
-from app.ops.gdn import KernelName, gated_delta_rule
+from app.ops.gdn import gated_delta_rule
+from app.ops.kernels import KernelName
 from app.planning import compiler
 from tests.benchmark.hlo_cost import analyze, cores
 

@@ -73,5 +73,5 @@ def test_sparse_preset_has_the_published_sizes(preset):
     assert {name: getattr(model, name) for name in COMMON if name != "vocab_size"} == {
         name: value for name, value in COMMON.items() if name != "vocab_size"
     }
-    for devices in (8, 64, 256):
+    for devices in (config.mesh.expert, 128, 256):
         validate(config, num_devices=devices)

@@ -19,7 +19,7 @@ def test_four_ranks_are_the_sequential_reference():
     mesh, time = Mesh(np.array(jax.devices()[:P]), ("c",)), PS(None, "c")
 
     def inside(ids, dout, dstate, initial_state, *inputs):
-        rule = functools.partial(gated_delta_rule, axis_name="c", kernel="pallas_interpret", return_final_state=True)
+        rule = functools.partial(gated_delta_rule, axis_name="c", kernel="interpret", return_final_state=True)
         values, pull = jax.vjp(lambda state, *x: rule(*x, segment_ids=ids, initial_state=state), initial_state, *inputs)
         dinitial, *dinputs = pull((dout, jnp.where(lax.axis_index("c") == 0, dstate, 0.0)))
         return (*values, *dinputs, lax.psum(dinitial, "c"))

@@ -106,7 +106,7 @@ def test_the_tpu_kernel_does_the_same():
     operands = example(rng, 1, T, 4, 2, 128, 128)
     ids = documents(rng, 1, T)
     wanted = attention_with_gradients(*operands, ids)
-    check(P, run(P, ONE, operands, ids, "zigzag", kernel="pallas_interpret"), wanted)
+    check(P, run(P, ONE, operands, ids, "zigzag", kernel="interpret"), wanted)
 
 
 def test_documents_are_isolated_over_ranks_bit_for_bit():

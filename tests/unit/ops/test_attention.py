@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from app.ops import attention
-from app.ops.attention import causal_attention, resolve_kernel
+from app.ops.attention import causal_attention
 from app.ops.attention_xla import HIDDEN, Keys, Queries, XlaKernel, _Place
 from app.ops.pallas import attention as pallas_attention
 from tests.reference.attention_reference import attention_with_gradients, example, relative_error
 
 # kernel -> (T, K, V, block_size): an odd length cut into unequal tiles; the TPU kernel takes multiples of 128.
-SHAPES = {"xla": (67, 8, 24, 16), "pallas_interpret": (256, 128, 128, 512)}
+SHAPES = {"xla": (67, 8, 24, 16), "interpret": (256, 128, 128, 512)}
 KERNELS = pytest.mark.parametrize("kernel", SHAPES)
 
 
@@ -54,8 +54,8 @@ def run(kernel, q, k, v, d_out, ids=None, block_size=16, scale=None):
         ("xla", 4, 1, True),
         ("xla", 6, 1, False),
         ("xla", 8, 1, True),
-        ("pallas_interpret", 4, 2, False),
-        ("pallas_interpret", 6, 1, True),
+        ("interpret", 4, 2, False),
+        ("interpret", 6, 1, True),
     ],
 )
 def test_equals_whole_score_matrices(kernel, H, G, packed):
@@ -184,12 +184,3 @@ def test_what_does_not_fit_is_refused(change, message):
         causal_attention(*arrays.values(), **options)
     with pytest.raises(ValueError, match="one dtype"):
         causal_attention(jnp.zeros(shapes["q"], jnp.bfloat16), jnp.zeros(shapes["k"]), jnp.zeros(shapes["v"]))
-
-
-def test_the_kernel_is_an_explicit_choice():
-    assert resolve_kernel("auto", "tpu") == "pallas" and resolve_kernel("auto", "cpu") == "xla"
-    assert resolve_kernel("xla", "tpu") == "xla" and resolve_kernel("pallas", "tpu") == "pallas"
-    with pytest.raises(ValueError, match="not on 'cpu'"):
-        resolve_kernel("pallas", "cpu")
-    with pytest.raises(ValueError, match="not 'flash'"):
-        resolve_kernel("flash", "cpu")

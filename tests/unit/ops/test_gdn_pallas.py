@@ -13,7 +13,7 @@ from tests.unit.ops.gdn_base import OUTPUTS, ROWS, RuleCases, error, make_proble
 
 
 class TestPallasKernels(RuleCases):
-    rule = staticmethod(functools.partial(gated_delta_rule, kernel="pallas_interpret"))
+    rule = staticmethod(functools.partial(gated_delta_rule, kernel="interpret"))
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_bfloat16_errors_are_no_larger_than_those_of_the_xla_form():
 
         return jax.jit(values_and_cotangents)
 
-    forms = [all_of("pallas_interpret"), all_of("xla")]
+    forms = [all_of("interpret"), all_of("xla")]
     ratios = np.zeros((rows, len(OUTPUTS)))
     for seed in range(seeds):
         problem = make_problem(100 + seed, B=rows, T=256, G=1, H=2, K=32, V=32)

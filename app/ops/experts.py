@@ -309,7 +309,7 @@ def _mlp_backward(x_RD, grad_RD, weight_R, m: ExpertWeights, sums, is_first, til
 def _one_group(kernel: KernelName, *rows: jax.Array) -> tuple[Tiles, list[jax.Array]]:
     """Tiles of all rows for one matrix, and the rows, with zeros up to whole tiles."""
     N = rows[0].shape[0]
-    T = tile_rows(8 * N, 1, kernel)  # the longest: only the last tile is not full
+    T = tile_rows(N, 1, kernel)
     M = -(-N // T)
     padded = [jnp.pad(z, ((0, M * T - N), *[(0, 0)] * (z.ndim - 1))) for z in rows]
     return Tiles(jnp.zeros(M, jnp.int32), jnp.full((), M, jnp.int32), T), padded

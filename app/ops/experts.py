@@ -31,8 +31,8 @@ from app.ops.grouped_matmul import (
 )
 from app.ops.kernels import KernelName
 
-# checkpoint_name of the weights and of where every assignment goes: 4 (4 K + 1) bytes of a token and some numbers of a
-# rank. With it kept, a rematerialised layer sorts nothing again, and its backward can fetch rows before anything else.
+# checkpoint_name of the weights and of where every assignment goes: 16 K bytes of a token and some numbers of a rank.
+# With it kept, a rematerialised layer sorts nothing again, and its backward can fetch rows before anything else.
 ROUTE_NAME = "expert_route"
 
 Shards = Any  # this rank's parts of the experts' matrices: a tree of arrays

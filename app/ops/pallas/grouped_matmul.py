@@ -170,7 +170,7 @@ def _columns(N: int, K: int, elements: int) -> int:
     if N % LANES or K % LANES:
         raise ValueError(
             f"the pallas kernel for experts works on matrices whose sides are multiples of {LANES}, not {K} x {N} "
-            "(hidden_size, moe_intermediate_size / mesh.tensor)"
+            "(model.hidden_size; moe_intermediate_size and shared_expert_intermediate_size / mesh.tensor)"
         )
     parts = N // LANES
     fitting = [n for n in range(1, parts + 1) if parts % n == 0 and n * LANES * K <= elements]

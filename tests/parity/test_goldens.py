@@ -24,7 +24,7 @@ from app.hf import convert, table
 from app.models import params as model_params
 from app.models.attn_mixer import attention_inputs
 from app.models.layers import Runtime
-from app.training.loss import chunked_cross_entropy
+from app.training.loss import chunked_cross_entropy, router_losses
 
 OWN = Path(__file__).parent / "goldens"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "goldens"
@@ -155,6 +155,36 @@ def test_float32_against_the_real_classes(golden, padded):
         for check, wrong in ((check_logits, kept["s300"][0] * 1.0001), (check_gradients, spoiled(kept["s300"][1]))):
             with pytest.raises(AssertionError):
                 check(golden, "s300", wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("golden", sorted(SHARED.glob("*moe")), indirect=True, ids=lambda path: path.name)
+def test_the_balance_loss_is_that_of_the_real_classes(golden):
+    """And its gradient with respect to the routers, which is what recorded gradients with and without it differ by."""
+    config, case = golden.config, "s130"
+    tokens = jnp.asarray(golden.arrays[f"{case}/input_ids"], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+
+    def balance(params):
+        model = model_params.build(config, Runtime(), params)
+        _, routings = model.hidden_and_routing(tokens, positions, jnp.ones_like(tokens))
+        return router_losses(routings, config.num_experts_per_tok, jnp.float32(tokens.size), ("data",))["balance_loss"]
+
+    mesh, everywhere = jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec()
+    step = jax.shard_map(
+        jax.value_and_grad(balance), mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+    )
+    loss, grads = jax.jit(step)(golden.params)
+    assert float(loss) == pytest.approx(float(golden.arrays[f"{case}/aux"]), rel=1e-5)
+    got = golden.published(grads, {key.removeprefix(f"{case}/grad/") for key in golden.arrays})
+    routers = [key.split("/")[-1] for key in golden.arrays if key.startswith(f"{case}/grad_total/")]
+    errors, shares = {}, {}
+    for name in routers:
+        together, alone = (np.float64(golden.arrays[f"{case}/{kind}/{name}"]) for kind in ("grad_total", "grad"))
+        errors[name] = relative(alone + config.router_aux_loss_coef * np.float64(got[name]), together)
+        shares[name] = relative(alone, together)
+    # Both recorded gradients are float32, and the balance loss's share of them is no more than this in some layers.
+    assert routers and max(errors.values()) < 2e-6 and min(shares.values()) > 2e-5, (errors, shares)
 
 
 def spoiled(grads):

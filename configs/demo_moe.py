@@ -3,8 +3,8 @@
     python -m app.train --config=configs/demo_moe.py --workdir=runs/demo_moe
 
 metrics.jsonl tells expert_load, the busiest expert's tokens / the mean in the worst layer (1 is balance), and
-balance_loss, 2 in balance. Experts on several devices: --config.mesh.cpu_devices=4 --config.mesh.fsdp=1
---config.mesh.expert=4.
+balance_loss and layer_balance_loss, 2 in balance. Experts on several devices: --config.mesh.cpu_devices=4
+--config.mesh.fsdp=1 --config.mesh.expert=4.
 """
 
 from ml_collections import ConfigDict

@@ -41,7 +41,7 @@ Shards = Any  # this rank's parts of the experts' matrices: a tree of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """gate and up [E,D,F], down [E,F,D]: whole, in the compute dtype; as gradients float32. Or what belongs to them."""
+    """gate and up [E,D,F], down [E,F,D]: whole, in the compute dtype; as gradients float32. Or a thing for each."""
 
     gate: Any
     up: Any

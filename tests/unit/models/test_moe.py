@@ -10,6 +10,7 @@ import pytest
 
 from app.models import params as model_params
 from app.models.layers import Runtime
+from app.models.qwen import rematerialised
 from app.training.loss import router_losses, router_metrics
 from tests.reference import moe_reference
 from tests.tiny import EXPERTS, tiny_config
@@ -109,3 +110,18 @@ def test_a_model_of_padding_only_has_no_nan():
     metrics = jax.device_get(router_metrics([jax.tree.map(lambda leaf: leaf[None], routing)], exchanges=1))
     assert all(np.isfinite(value) for value in metrics.values())
     assert routing.assignments.sum() == 0
+
+
+@pytest.mark.parametrize("remat, sorts", [("exchanges", 3), ("full", 6)])
+def test_the_backward_sorts_nothing_again_where_routes_are_kept(remat, sorts):
+    """The router's top k and the two sorts of assignments; "full", which keeps nothing, does each twice."""
+
+    def apply(state, x_BTD):
+        model = model_params.build(CONFIG, Runtime(), state)
+        return jax.tree.map(lambda leaf: leaf[0], model.groups.blocks[0].mlp)(x_BTD, jnp.asarray(SEGMENTS))[0]
+
+    def loss(state, x_BTD):
+        return jnp.sum(rematerialised(apply, remat)(state, x_BTD))
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params(), jnp.asarray(stream())))
+    assert jaxpr.count("= sort[") + jaxpr.count("= top_k[") == sorts
